@@ -4,7 +4,8 @@
 
 Text that may be the begin of a match is held until it is clear: the last run of printable ASCII without a space, where
 a space between digits counts as no space, and the begin of a word of `words`. So what a pattern matches must be such a
-run, of at most `MAX_CHARS`; only `words` may have other characters.
+run, of at most `MAX_MATCH_CHARS`; only `words` may have other characters. Patterns are searched in what is held at each
+token, so they must be fast on long runs: `{1,64}` in place of `+` before a character that may be missing.
 
 A token's id and its log-probabilities tell its text, so they leave as 0 and without text. Beam searches are refused, as
 their answers do not pass here. A stage that keeps answers, such as the semantic cache, stands behind this one.
@@ -21,12 +22,13 @@ from millrace.runtime.stage import Context, Outlet
 from millrace.stages.errors import Refused
 from millrace.stages.messages import StepText, TokenLogprobs
 
-MAX_CHARS = 4_000  # of held text; then it leaves, redacted as it is
-MAIL = r"[\w.+-]+@[\w-]+(\.[\w-]+)+"
+MAX_MATCH_CHARS = 2_000  # of twice as many held characters the first half leaves
+MAIL = r"[\w.+-]{1,64}@[\w-]{1,63}(\.[\w-]{1,63})+"
 SECRET = r"\b(sk|pk|rk|ghp|gho|ghs|glpat|xox[abp]|AKIA)[-_A-Za-z0-9]{12,}"  # of well-known services
 NUMBER = r"\b\d(?:[ -]?\d){11,18}\b"  # of cards and accounts
 
-_RUN = re.compile(r"(?:[!-~]|(?<=[0-9]) (?=[0-9]|\Z))*\Z")  # the end of a text that may grow
+# the end of a text that may grow, in the reversed text: a search from the front takes quadratic time
+_RUN = re.compile(r"(?: (?=[0-9]))?(?:[!-~]|(?<=[0-9]) (?=[0-9]))*")
 
 
 class Redactor(Stage[StepText, StepText]):
@@ -42,9 +44,10 @@ class Redactor(Stage[StepText, StepText]):
         if not all(listed):
             raise ValueError("words: one is empty; leave it out")
         self.mask = mask
-        self._words = [_folded(word) for word in listed]
+        self._begins = {folded[:i] for folded in map(_folded, listed) for i in range(1, len(folded))}
+        self._longest = max(map(len, listed), default=1) - 1  # of a begin
         literal = "|".join(re.escape(word) for word in sorted(listed, key=len, reverse=True))
-        kinds = ([f"(?i:{literal})"] if listed else []) + [f"(?:{pattern})" for pattern in patterns]
+        kinds = ([f"(?iu:{literal})"] if listed else []) + [f"(?:{pattern})" for pattern in patterns]
         if not kinds:
             raise ValueError("words and patterns: both are empty, so nothing would be redacted; name one")
         try:
@@ -78,7 +81,7 @@ class Redactor(Stage[StepText, StepText]):
             return ""
         held = self._held.setdefault(request.request_id, {})
         text = held.pop(sequence_id, "") + step.texts[row]
-        end = len(text) if row in step.finishes or len(text) > MAX_CHARS else self.clear(text)
+        end = len(text) if row in step.finishes else self.clear(text)
         if end < len(text):
             held[sequence_id] = text[end:]
         return self.redacted(text[:end])
@@ -92,23 +95,24 @@ class Redactor(Stage[StepText, StepText]):
 
     def clear(self, text: str) -> int:
         """How many characters of a text that goes on may leave: no match begins in them that does not end there."""
-        run = _RUN.search(text)
-        end = run.start() if run is not None else len(text)
-        folded = _folded(text)
-        for word in self._words:
-            for length in range(min(len(word) - 1, len(text)), 0, -1):
-                if folded.endswith(word[:length]):
-                    end = min(end, len(text) - length)
-                    break
+        run = _RUN.match(text[::-1])
+        assert run is not None, "it may be empty"
+        end, tail = len(text) - run.end(), _folded(text[-self._longest :]) if self._longest else ""
+        for length in range(len(tail), 0, -1):
+            if tail[-length:] in self._begins:
+                end = min(end, len(text) - length)
+                break
+        is_full = len(text) - end > 2 * MAX_MATCH_CHARS
+        end = len(text) - MAX_MATCH_CHARS if is_full else end
         for match in self._pattern.finditer(text):
             if match.start() < end < match.end():
-                return match.start()
+                return match.end() if is_full and match.start() == 0 else match.start()
         return end
 
 
 def _folded(text: str) -> str:
-    """Lower case, with as many characters."""
-    return "".join(low if len(low := char.lower()) == 1 else char for char in text)
+    """As many characters, the same for two that differ in case: also \u017f and s, which `re` finds equal."""
+    return "".join(low if len(low := char.upper().lower()) == 1 else char.lower()[:1] for char in text)
 
 
 def _without_text(one: TokenLogprobs) -> TokenLogprobs:

@@ -3,10 +3,11 @@
     millrace serve --stage semantic_cache,threshold=0.9
 
 Two stages share the answers: one before the tokenizer that looks for them, one after the last other stage that keeps
-them. An answer is given only to a request of the same owner, cache_salt, adapter and parameters but the seed, whose
-earlier messages are the same, and whose last text is similar: the cosine of two vectors of hashed words and letter
-triples is at least `threshold`, and both have the same numbers and the same negations. This is a measure of wording,
-not of meaning: "big" and "large" differ. Only answers that ended by themselves are kept, so no unfinished ones.
+them. An answer is given only to a request of the same owner, cache_salt, adapter and parameters, the seed included,
+whose earlier messages are the same, and whose last text is similar: the cosine of two vectors of hashed words and
+letter triples is at least `threshold`, the words that both have come in the same order, and numbers, signs and
+negations are the same. This is a measure of wording, not of meaning: "big" and "large" differ. Only answers that ended
+by themselves are kept, so no unfinished ones.
 
 A client that sends `"metadata": {"cache": "off"}` always asks the model. What a stage after detokenize changes, as the
 redactor does, is kept as changed: the second stage stands directly before the exit.
@@ -33,6 +34,8 @@ NUM_DIMS = 512
 NEGATIONS = frozenset({"not", "no", "never", "none", "without", "cannot", "nicht", "kein", "keine", "nie", "ohne"})
 
 _WORD = re.compile(r"\w+(?:'\w+)?")
+_PLAIN = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*")  # a word of letters
+_MARKS = ".,!?;:()\"'\u201c\u201d\u201e\u00ab\u00bb\u3002\u3001\uff0c\uff1f\uff01\u2026"  # around words
 
 
 def semantic_cache(threshold: float = 0.9, max_answers: int = 1_000, max_age_s: float = 3_600.0) -> list[PlacedStage]:
@@ -114,10 +117,11 @@ class CacheFill(Stage[StepText, StepText]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """What is asked: `group` must be the same for an answer, `vector` [NUM_DIMS] must be near."""
+    """What is asked: `group` must be the same for an answer, `vector` [NUM_DIMS] near, `words` in the same order."""
 
     group: Hashable
     vector: Vector
+    words: tuple[str, ...]
 
 
 def question_of(request: Request) -> Question | None:
@@ -137,19 +141,40 @@ def question_of(request: Request) -> Question | None:
     if not isinstance(text, str) or not text.strip():
         return None
     adapter = "" if request.adapter is None else f"{request.adapter.name} {request.adapter.digest}"
-    same = (request.owner, request.cache_salt, adapter, repr(replace(params, seed=None)), before, exact_part(text))
-    return Question(same, vector_of(text))
+    same = (request.owner, request.cache_salt, adapter, repr(params), before, exact_part(text))
+    words = words_of(text)
+    return Question(same, vector_of(words), words)
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The words of a text in their order."""
+    return tuple(_WORD.findall(_plain_quotes(text)))
 
 
 def exact_part(text: str) -> tuple[str, ...]:
-    """What must be the same in two texts: words with digits, in their order, and negations."""
-    words = _WORD.findall(text.casefold())
-    return tuple(word for word in words if word in NEGATIONS or word.endswith("n't") or any(map(str.isdigit, word)))
+    """What must be the same in two texts: negations, and what is not a word of letters, such as `3`, `-5` or `x<y`."""
+    found = []
+    for part in _plain_quotes(text).split():
+        word = part.strip(_MARKS)
+        if word in NEGATIONS or word.endswith("n't"):
+            found.append(word)
+        elif word and not _PLAIN.fullmatch(word):
+            found.append(part.rstrip(_MARKS))
+    return tuple(found)
 
 
-def vector_of(text: str) -> Vector:
+def _plain_quotes(text: str) -> str:
+    return text.casefold().replace("\u2019", "'")
+
+
+def same_order(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether the words that both have come in the same order: a translation to French is not one from French."""
+    both = set(one) & set(other)
+    return [word for word in one if word in both] == [word for word in other if word in both]
+
+
+def vector_of(words: Sequence[str]) -> Vector:
     """[NUM_DIMS] of length 1: counts of words, twice, and of their triples of letters, in hashed places."""
-    words = _WORD.findall(text.casefold())
     counts: Counter[str] = Counter()
     for word in words:
         counts[f"={word}"] += 2
@@ -169,7 +194,7 @@ def vector_of(text: str) -> Vector:
 class Answer:
     """A kept answer."""
 
-    vector: Vector
+    question: Question
     text: str
     token_ids: tuple[int, ...]
     kept_s: float
@@ -194,15 +219,19 @@ class Answers:
         group = self._groups.get(question.group, ())
         for answer in [answer for answer in group if now_s - answer.kept_s > self.max_age_s]:
             self._drop(question.group, answer)
-        nearest = max(self._groups.get(question.group, ()), key=lambda one: one.vector @ question.vector, default=None)
-        if nearest is None or float(nearest.vector @ question.vector) < self.threshold - 1e-6:
+        near, nearest = self.threshold - 1e-6, None
+        for answer in self._groups.get(question.group, ()):
+            similarity = float(answer.question.vector @ question.vector)
+            if similarity >= near and same_order(answer.question.words, question.words):
+                near, nearest = similarity, answer
+        if nearest is None:
             return None
         self._used.move_to_end(id(nearest))
         return nearest
 
     def keep(self, question: Question, text: str, token_ids: tuple[int, ...], now_s: float) -> None:
         """Keeps an answer."""
-        answer = Answer(question.vector, text, token_ids, now_s)
+        answer = Answer(question, text, token_ids, now_s)
         self._groups.setdefault(question.group, []).append(answer)
         self._used[id(answer)] = (question.group, answer)
         while len(self._used) > self.max_answers:

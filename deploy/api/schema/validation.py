@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -49,6 +50,7 @@ _CODES = {
     "unsupported_content_type": "unsupported_content_type",
     "unsupported_parameter": "unsupported_parameter",
 }
+_SHOULD = re.compile(r"^(Input|List|String|Dictionary|Tuple|Value) should\b")
 _OBJECTS = frozenset({"model_type", "model_attributes_type", "dict_type"})  # kinds of errors
 
 
@@ -57,10 +59,14 @@ def _as_api_error(errors: ValidationError) -> ApiError:
     param = _param(first["loc"])
     kind = first["type"]
     code = _CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
-    wrong = "must be an object" if kind in _OBJECTS else first["msg"].replace("Input should", "must", 1)
-    wrong = wrong[0].lower() + wrong[1:]
+    wrong = "must be an object" if kind in _OBJECTS else _in_our_words(first["msg"])
     shown = "" if kind == "missing" or isinstance(first["input"], (dict, list)) else f" = {_show(first['input'])}"
     return ApiError(code, f"{param}{shown}: {wrong}", param=param)
+
+
+def _in_our_words(message: str) -> str:
+    message = _SHOULD.sub("must", message).replace(" after validation", "")
+    return message[0].lower() + message[1:]
 
 
 def _param(loc: tuple[int | str, ...]) -> str:

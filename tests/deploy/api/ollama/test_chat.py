@@ -106,6 +106,7 @@ def test_an_empty_request_loads_and_an_unload_is_refused_with_the_reason(server:
     [
         ({"options": {"temperature": 3}}, "options.temperature = 3"),
         ({"options": {"top_k": "5"}}, "options.top_k = '5'"),
+        ({"options": {"stop": ["a"] * 17}}, "options.stop: must have at most 16 items, not 17"),
         ({"options": {"mirostat": 2}}, "options.mirostat"),
         ({"options": {"num_predict": -3}}, "options.num_predict = -3"),
         ({"options": []}, "options: must be an object"),

@@ -184,8 +184,8 @@ class _Reader:
 
 
 def _as_json(text: str) -> Any:
-    """The JSON value, or the text itself, as of a name without quotes."""
+    """The JSON value, or the text itself, as of a name without quotes; Python's words for JSON's are known too."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return text
+        return {"True": True, "False": False, "None": None}.get(text, text)

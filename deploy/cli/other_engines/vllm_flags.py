@@ -13,7 +13,10 @@ from .rows import ANY, Read, Renamed, Row, SoAnyway, Switch, Unsupported
 _OBSOLETE = "vLLM itself has removed it"
 _NO_MEDIA = "images, audio and video are not supported; leave it out"
 _CONFIG_JSON = "config.json is read as it is: change it in a copy of the checkpoint's folder, and serve that"
-_ONE_MACHINE = "a server finds its processes on one machine itself; for several use --executor ray, or balance"
+_ONE_MACHINE = (
+    "a server starts its own processes, on one machine; for several machines use --executor ray, or a load balancer "
+    "before several servers"
+)
 _NO_WEIGHTS_ELSEWHERE = "all weights stay on the device: choose --quantization, a smaller model or more GPUs"
 _BATCH_MIX = "long prompts are split by --max-num-batched-tokens and --itl-target-ms; leave it out"
 
@@ -98,7 +101,7 @@ DEVICE: Mapping[str, Row] = {
     "--disable-custom-all-reduce": SoAnyway("sums between ranks never use one"),
     "--max-parallel-loading-workers": SoAnyway("ranks read their own shares at once", (ANY,)),
     "--data-parallel-backend": Renamed("--executor", {"mp": "auto"}),
-    "--data-parallel-size-local": Renamed("--data-parallel-size"),
+    "--data-parallel-size-local": Unsupported("all engines are on this machine: write --data-parallel-size N alone"),
     "--data-parallel-rank": Unsupported(_ONE_MACHINE),
     "--data-parallel-address": Unsupported(_ONE_MACHINE),
     "--data-parallel-rpc-port": Unsupported(_ONE_MACHINE),

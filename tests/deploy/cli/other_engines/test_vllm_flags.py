@@ -41,6 +41,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [  # arguments of vLLM -> the setti
     ("--download-dir d", {"download_dir": "d"}),
     ("--reasoning-parser qwen3", {"reasoning_parser": "qwen3"}),
     ('--structured-outputs-config {"backend":"xgrammar","reasoning_parser":"qwen3"}', {"reasoning_parser": "qwen3"}),
+    ("--structured-outputs-config.disable_any_whitespace=False", {}),
     ("--guided-decoding-backend outlines", {}),
     ("-tp 2", {"tensor_parallel_size": 2}),
     ("--tensor_parallel_size=1", {"tensor_parallel_size": 1}),
@@ -108,6 +109,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [  # arguments of vLLM -> the setti
 REFUSED = [  # arguments -> what is told
     ("--stream-interval 10", "--stream-interval 10: each token is sent as it comes; leave it out"),
     ('--speculative-config {"model":"draft"}', "--speculative-config: a draft model is not supported"),
+    ("-dp 4 --data-parallel-size-local 2", "write --data-parallel-size N alone"),
     ("--enable-dbo", "a step is one batch"),
     ("--trust-remote-code", "--trust-remote-code: code of a checkpoint never runs"),
     ('--hf-overrides {"a":1}', "change it in a copy of the checkpoint's folder"),

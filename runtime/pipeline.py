@@ -15,6 +15,7 @@ from .exit import Exit, Outbox
 from .fault_injection import Fault, Faults
 from .graph import OPEN_END_CAPACITY, Graph, Port
 from .outlet import OutputPort
+from .pipeline_status import PipelineStatus, read_status
 from .stage import Context, Stage
 from .stage_metrics import StageMetrics
 from .stage_runner import StageRunner
@@ -97,6 +98,8 @@ class Pipeline(Graph):
         self.watch: Watch | None = None  # set by `start`
         self.stage_metrics: dict[str, StageMetrics] = {}  # by stage; those that stages keep themselves
         self.stacks_elsewhere: list[dict[str, Any]] = []  # last reported tasks and threads of another process
+        # adds the last reported stages of another process to a status
+        self.join_status: Callable[[PipelineStatus], PipelineStatus] | None = None
         self._owns_env = True
         self._health = Health("new")
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -246,6 +249,11 @@ class Pipeline(Graph):
     def health(self) -> Health:
         """The current state, with the reason if it is not ready."""
         return self._health
+
+    def status(self) -> PipelineStatus:
+        """What the stages and channels do and have done; of those in another process, as last reported."""
+        own = read_status(self.runners, self.channels, self.edges)
+        return own if self.join_status is None else self.join_status(own)
 
     def inject(self, faults: Sequence[Fault]) -> None:
         """Replaces the injected faults. Only while it runs."""

@@ -25,6 +25,7 @@ from typing import Any
 import orjson
 
 from ..pipeline import Pipeline
+from ..pipeline_status import PipelineStatus
 from ..trace.tracer import RingReader, as_dicts, in_order_of_time
 
 MAX_FILES = 8  # in the directory; the oldest is deleted
@@ -93,33 +94,32 @@ class FlightRecorder:
 
 def _state(pipeline: Pipeline | None) -> Iterator[Line]:
     if pipeline is not None:
-        yield from _stages(pipeline)
-        yield from _edges(pipeline)
+        status = pipeline.status()
+        yield from _stages(status, pipeline.env.now())
+        yield from _edges(status, pipeline)
         yield from _requests(pipeline)
         yield from task_stacks(pipeline)
         yield from pipeline.stacks_elsewhere
 
 
-def _stages(pipeline: Pipeline) -> Iterator[Line]:
-    now = pipeline.env.now()
-    for name, runner in pipeline.runners.items():
-        times = runner.times
+def _stages(status: PipelineStatus, now: float) -> Iterator[Line]:
+    for name, stage in status.stages.items():
         yield {
             "type": "stage",
             "stage": name,
-            "is_busy": runner.is_busy,
-            "since_progress_s": round(now - runner.last_progress_s, 3),
-            "blocked_on": None if runner.blocked_on is None else runner.blocked_on.name,
-            "num_restarts": runner.num_restarts,
-            "idle_s": round(times.idle, 3),
-            "busy_s": round(times.busy, 3),
-            "blocked_s": round(times.blocked, 3),
+            "is_busy": stage.is_busy,
+            "since_progress_s": round(now - stage.last_progress_s, 3),
+            "blocked_on": stage.blocked_on,
+            "num_restarts": stage.num_restarts,
+            "idle_s": round(stage.idle, 3),
+            "busy_s": round(stage.busy, 3),
+            "blocked_s": round(stage.blocked, 3),
         }
 
 
-def _edges(pipeline: Pipeline) -> Iterator[Line]:
-    for name, channel in pipeline.channels.items():
-        stats = channel.stats()
+def _edges(status: PipelineStatus, pipeline: Pipeline) -> Iterator[Line]:
+    for name, channel in status.channels.items():
+        stats, here = channel.stats, pipeline.channels.get(name)
         yield {
             "type": "edge",
             "edge": name,
@@ -128,7 +128,7 @@ def _edges(pipeline: Pipeline) -> Iterator[Line]:
             "high_water": stats.high_water,
             "num_sent": stats.num_sent,
             "num_senders_waiting": channel.num_waiting,
-            "items": [_item(item) for item in channel.peek(MAX_ITEMS)],
+            "items": [] if here is None else [_item(item) for item in here.peek(MAX_ITEMS)],
         }
 
 

@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..channel import Channel
 from ..pipeline import Pipeline
-from ..stage_runner import StageRunner
+from ..pipeline_status import ChannelStatus, PipelineStatus, StageStatus
 
 PATIENCE = 5.0  # a batch may take this many times what its stage expects
 
@@ -37,75 +36,82 @@ def find_stall(pipeline: Pipeline, timeout_s: float) -> Stall | None:
     now = pipeline.env.now()
     if pipeline.watch is not None and now - pipeline.watch.resumed_s < timeout_s:
         return None
+    return stall_of(pipeline.status(), now, timeout_s)
+
+
+def stall_of(status: PipelineStatus, now: float, timeout_s: float) -> Stall | None:
+    """As `find_stall`, of a status that was read at `now`."""
     for stalls in (_stages, _edges, _keepers):
-        found = [stall for stall in stalls(pipeline, now, timeout_s) if stall.waited_s >= timeout_s]
+        found = [stall for stall in stalls(status, now, timeout_s) if stall.waited_s >= timeout_s]
         if found:
             return max(found, key=lambda stall: stall.waited_s)  # the first of equals
     return None
 
 
-def _stages(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]:
+def _stages(status: PipelineStatus, now: float, timeout_s: float) -> Iterator[Stall]:
     """Stages that have had a batch for too long and do not wait for room."""
-    for name, runner in pipeline.runners.items():
-        if not runner.is_busy or runner.blocked_on is not None:
+    for name, stage in status.stages.items():
+        if not stage.is_busy or stage.blocked_on is not None:
             continue
-        waited_s = now - max(runner.busy_since_s, runner.last_progress_s)
-        if waited_s < max(timeout_s, PATIENCE * runner.stage.expected_s):
+        waited_s = now - max(stage.busy_since_s, stage.last_progress_s)
+        if waited_s < max(timeout_s, PATIENCE * stage.expected_s):
             continue
-        stalled_stage = runner.stage.waits_for or name
-        stalled_stage = stalled_stage if stalled_stage in pipeline.runners else name
-        num_waiting = sum(len(channel) for channel in runner.inputs.values())
-        yield Stall(
-            stalled_stage, False, waited_s, num_waiting, f"stage {stalled_stage} has had a batch for {waited_s:.1f} s"
-        )
+        stalled_stage = stage.waits_for or name
+        stalled_stage = stalled_stage if stalled_stage in status.stages else name
+        reason = f"stage {stalled_stage} has had a batch for {waited_s:.1f} s"
+        yield Stall(stalled_stage, False, waited_s, status.num_queued(name), reason)
 
 
-def _edges(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]:
+def _edges(status: PipelineStatus, now: float, timeout_s: float) -> Iterator[Stall]:
     """Edges whose idle receiver does not get wanted items, or whose sender gets no room."""
-    for runner in pipeline.runners.values():
-        for port, channel in runner.inputs.items():
-            if runner.is_busy or not runner.stage.wants(port):
+    for stage in status.stages.values():
+        for port, channel in _inputs(status, stage):
+            if stage.is_busy or port not in stage.wants:
                 continue
-            came_s = _came_s(pipeline, channel)
+            came_s = _came_s(status, channel)
             if came_s is not None:
-                had_its_chance = came_s < runner.busy_since_s and port not in runner.unwanted_ports
-                yield _edge(channel, now - (came_s if had_its_chance else max(came_s, runner.last_progress_s)))
+                had_its_chance = came_s < stage.busy_since_s and port not in stage.unwanted_ports
+                yield _edge(channel, now - (came_s if had_its_chance else max(came_s, stage.last_progress_s)))
 
 
-def _came_s(pipeline: Pipeline, channel: Channel[object]) -> float | None:
+def _inputs(status: PipelineStatus, stage: StageStatus) -> Iterator[tuple[str, ChannelStatus]]:
+    """(port, channel) of a stage's inputs."""
+    for port, name in stage.inputs.items():
+        if (channel := status.channels.get(name)) is not None:
+            yield port, channel
+
+
+def _came_s(status: PipelineStatus, channel: ChannelStatus) -> float | None:
     """When the first queued item came, or else the first sender began to wait; None if none did.
 
     An item that did not wake its receiver may stay until something else arrives.
     """
-    if len(channel):
+    if channel.stats.depth:
         return channel.waiting_since if channel.waiting_since != math.inf else None
-    return min((sender.blocked_since_s for sender in _senders(pipeline, channel)), default=None)
+    blocked = (stage.blocked_since_s for stage in status.stages.values() if stage.blocked_on == channel.name)
+    return min(blocked, default=None)
 
 
-def _edge(channel: Channel[object], waited_s: float) -> Stall:
+def _edge(channel: ChannelStatus, waited_s: float) -> Stall:
     reason = f"edge {channel.name} has not delivered for {waited_s:.1f} s"
-    return Stall(channel.name, True, waited_s, len(channel), reason)
+    return Stall(channel.name, True, waited_s, channel.stats.depth, reason)
 
 
-def _senders(pipeline: Pipeline, channel: Channel[object]) -> list[StageRunner]:
-    return [runner for runner in pipeline.runners.values() if runner.blocked_on is channel]
-
-
-def _keepers(pipeline: Pipeline, now: float, timeout_s: float) -> Iterator[Stall]:
+def _keepers(status: PipelineStatus, now: float, timeout_s: float) -> Iterator[Stall]:
     """Stages that hold work while no stage is busy.
 
     What they wait for is on an edge, or was lost. An item that arrives after a long idle time counts from its arrival.
     """
-    runners = pipeline.runners.values()
-    if any(runner.is_busy for runner in runners):
+    stages = status.stages.values()
+    if any(stage.is_busy for stage in stages):
         return
-    since = max((runner.last_progress_s for runner in runners), default=now)
-    for runner in runners:
-        for channel in runner.inputs.values():
-            if len(channel):
+    since = max((stage.last_progress_s for stage in stages), default=now)
+    for stage in stages:
+        for _, channel in _inputs(status, stage):
+            if channel.stats.depth:
                 came_s = channel.waiting_since if channel.waiting_since != math.inf else since
                 yield _edge(channel, now - max(since, came_s))
-    for name, runner in pipeline.runners.items():
-        if runner.stage.has_work:
+    for name, stage in status.stages.items():
+        if stage.has_work:
             reason = f"stage {name} has work and has made no progress for {now - since:.1f} s"
-            yield Stall(name, False, now - since, sum(map(len, runner.inputs.values())), reason)
+            yield Stall(name, False, now - since, status.num_queued(name), reason)

@@ -79,7 +79,7 @@ BELOW = {
     "stages/recordings stages/beam_search stages/loading",
     "stages/evaluation": "stages stages/device stages/execute stages/loading",
     "stages/split": "stages stages/adapters stages/allocate stages/device stages/exit stages/grammar stages/schedule "
-    "stages/execute stages/executor stages/sample stages/recordings stages/beam_search stages/backends/cuda "
+    "stages/execute stages/executor stages/sample stages/recordings stages/beam_search "
     "stages/loading stages/engine",
     "stages/fleet": "stages stages/engine stages/executor stages/exit stages/grammar stages/split",
     "stages/testing/scripted": "stages stages/device stages/grammar stages/sample stages/backends/cuda "

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...stages.allocate.block_pool import BlockPool, BlockState, BlockTables
-from ...stages.schedule.scheduler import Scheduler
+from ...stages.allocate.block_pool import BlockState
+from ...stages.engine.engine_status import BlockStatus
 
 FREE, CACHED, QUARANTINED, SHARED, FIRST_SLOT = range(5)
 
@@ -23,28 +23,19 @@ Cells = NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True)
 class BlockOwners:
-    """Pool, block tables and scheduler of a running engine or of a recording."""
+    """The blocks of a running engine or of a recording."""
 
-    pool: BlockPool
-    block_tables: BlockTables
-    scheduler: Scheduler
-
-    def owners(self) -> dict[int, str]:
-        """slot -> id of the request in it."""
-        slots = self.scheduler.slots
-        found = ((slot, slots.sequences[slot]) for slot in slots.running().tolist())
-        return {slot: sequence.request_id for slot, sequence in found if sequence is not None}
+    blocks: BlockStatus
+    owners: Mapping[int, str]  # slot -> id of the request in it
+    block_size: int
 
 
-def block_cells(block_owners: BlockOwners) -> Cells:
+def block_cells(blocks: BlockStatus) -> Cells:
     """[N] u16: the number of each block."""
-    pool, tables = block_owners.pool, block_owners.block_tables
-    cells = _BY_STATE[pool.state]
-    counts = tables.num_blocks
-    slots = np.flatnonzero(counts)
-    held = np.arange(counts.max(initial=0)) < counts[slots, None]  # [S, M] of the tables' entries
-    cells[tables.blocks[slots, : held.shape[1]][held]] = np.repeat(FIRST_SLOT + slots, counts[slots])
-    cells[pool.num_tables > 1] = SHARED
+    cells = _BY_STATE[blocks.state]
+    slots = np.flatnonzero(blocks.num_held)
+    cells[blocks.table_blocks] = np.repeat(FIRST_SLOT + slots, blocks.num_held[slots])
+    cells[blocks.num_tables > 1] = SHARED
     return cells
 
 
@@ -67,14 +58,14 @@ class BlockMap:
         `cells` (u16) has all blocks; or `at` (u32) has the ids of changed blocks and `to` (u16) their numbers. All are
         little-endian in base64. `owners` is slot -> request id of requests that the viewer `may_see`, if changed.
         """
-        cells = block_cells(block_owners)
-        owners = {slot: request_id for slot, request_id in block_owners.owners().items() if may_see(request_id)}
+        cells = block_cells(block_owners.blocks)
+        owners = {slot: request_id for slot, request_id in block_owners.owners.items() if may_see(request_id)}
         changes: dict[str, Any] = {}
         changed = None if self._cells is None else np.flatnonzero(cells != self._cells)
         if changed is None or 3 * len(changed) > len(cells):
             changes = {
                 "num_blocks": len(cells),
-                "block_size": block_owners.pool.block_size,
+                "block_size": block_owners.block_size,
                 "cells": _text(cells, "<u2"),
             }
         elif len(changed):

@@ -184,11 +184,13 @@ class LiveViewer(Viewer):
 
     def _readers(self, engine: Engine) -> dict[str, Read]:
         """topic -> the function that puts its changes into an update."""
-        service, window = self._service, self.topics.requests or RequestWindow()
+        service, topics, window = self._service, self.topics, self.topics.requests or RequestWindow()
+        has_blocks = topics.blocks is not None
+        status = engine.status(with_sequences=has_blocks or topics.requests is not None, with_blocks=has_blocks)
         trees: dict[str, Callable[[], Any]] = {
-            "overview": lambda: self._sources.overview(engine),
-            "pipeline": lambda: self._sources.pipeline(engine),
-            "requests": lambda: self._requests.page(engine, window, self._own_requests()),
+            "overview": lambda: self._sources.overview(engine, status),
+            "pipeline": lambda: self._sources.pipeline(engine, status),
+            "requests": lambda: self._requests.page(engine, status, window, self._own_requests()),
             "request": lambda: self._request_details(engine),
             "recent": lambda: {"rows": [row for owner, row in self._sources.recent if self._sees(owner)]},
             "latency": lambda: {} if (times := self._sources.metrics.latencies) is None else snapshots.latency(times),
@@ -218,7 +220,8 @@ class LiveViewer(Viewer):
                 self.grown(name, kept.rows_since, 0, update)
 
         def blocks(name: str, update: Update) -> None:
-            if engine.has_core and (changes := self._blocks.next(snapshots.block_owners(engine), self._may_see)):
+            block_owners = snapshots.block_owners(engine, status)
+            if block_owners is not None and (changes := self._blocks.next(block_owners, self._may_see)):
                 update["full" if "cells" in changes else "patch"][name] = changes
 
         grown: dict[str, Read] = {"steps": steps, "incidents": incidents, "quantiles": quantiles}

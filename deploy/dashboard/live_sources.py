@@ -24,6 +24,7 @@ from .viewer import INTERVAL_S
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
+    from ...stages.engine.engine_status import EngineStatus
     from ...stages.exit.outboxes import RequestOutbox
 
 MAX_RECENT = 60
@@ -61,9 +62,9 @@ class LiveSources:
 
     def _counts(self, engine: Engine) -> Counts:
         num_prompt, num_generated = self.metrics.num_tokens(engine)
-        if not engine.has_core:
+        if (core := engine.status().core) is None:
             return Counts(len(engine.exit.live), 0, 0.0, num_generated, num_prompt, 0)
-        scheduler, pool = engine.scheduler, engine.pool
+        scheduler, pool = core.scheduler, core.cache.pool
         held = pool.num_in_use / max(1, pool.num_blocks)
         waiting, preemptions = scheduler.num_waiting, scheduler.num_preemptions
         return Counts(scheduler.num_running, waiting, held, num_generated, num_prompt, preemptions)
@@ -83,17 +84,17 @@ class LiveSources:
             self._log.refresh()
         return self._log
 
-    def overview(self, engine: Engine) -> dict[str, Any]:
+    def overview(self, engine: Engine, status: EngineStatus) -> dict[str, Any]:
         """Topic `overview`."""
-        return snapshots.overview(engine, self.service.health) | {"bottleneck": self.bottleneck.value}
+        return snapshots.overview(engine, status, self.service.health) | {"bottleneck": self.bottleneck.value}
 
-    def pipeline(self, engine: Engine) -> dict[str, Any]:
+    def pipeline(self, engine: Engine, status: EngineStatus) -> dict[str, Any]:
         """Topic `pipeline`, with the rates of the channels."""
-        stats = {name: channel.stats() for name, channel in engine.pipeline.channels.items()}
+        stats = {name: channel.stats for name, channel in status.pipeline.channels.items()}
         num_prompt, num_generated = self.metrics.num_tokens(engine)
         num_computed = self.trace_log(engine).num_tokens if engine.has_core else 0
         self.flow.note(engine.pipeline.env.now(), stats, TokenCounts(num_prompt, num_generated, num_computed))
-        return snapshots.pipeline(engine, self.metrics.stage_load, self.flow)
+        return snapshots.pipeline(status.pipeline, self.metrics.stage_load, self.flow)
 
     async def keep_history(self, engine: Engine) -> None:
         """Adds a frame to the history, if it is due. Called while a page is open."""
@@ -114,18 +115,19 @@ class LiveSources:
         """The data of all views now. Its cost depends on the number of requests and blocks."""
         assert engine.pipeline.exit is not None
         service, live = self.service, list(engine.pipeline.exit.live.values())
+        status = engine.status(with_sequences=True, with_blocks=True)
         found: dict[str, Any] = {
-            "overview": self.overview(engine),
-            "pipeline": self.pipeline(engine),
+            "overview": self.overview(engine, status),
+            "pipeline": self.pipeline(engine, status),
             "loop": snapshots.loop_health(engine, service.watchdog, with_stacks=False),
-            "requests": [snapshots.request_row(engine, outbox) for outbox in live[:MAX_REQUESTS]],
+            "requests": [snapshots.request_row(engine, status, outbox) for outbox in live[:MAX_REQUESTS]],
             "recent": list(self.recent),
             "owners": self._owners() if self.keys else {},
         }
         if (times := self.metrics.latencies) is not None:
             found["latency"] = snapshots.latency(times)
-        if engine.has_core:
-            found["blocks"] = BlockMap().next(snapshots.block_owners(engine))
+        if (block_owners := snapshots.block_owners(engine, status)) is not None:
+            found["blocks"] = BlockMap().next(block_owners)
             found["prefixes"] = self.prefixes.value
         return found
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .adapters import SHORT, names_of
-from .snapshots import block_owners
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
@@ -35,7 +34,7 @@ class Prefixes:
             self._is_busy = False
             now_s = time.monotonic()
             self._due_s = now_s + max(MIN_S, (now_s - began_s) / SHARE)
-        users, names = block_owners(engine).owners(), names_of(engine)
+        users, names = engine.status(with_sequences=True).owners, names_of(engine)
         self.value = None if tree is None else with_names(tree, users, names)
 
     def seen_by(self, may_see: Callable[[str], bool]) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from .snapshots import is_found, request_row
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
+    from ...stages.engine.engine_status import EngineStatus
     from ...stages.exit.outboxes import RequestOutbox
 
 MAX_ROWS = 200  # requests listed in one update
@@ -81,28 +82,32 @@ class LiveRequests:
         self._asked: tuple[Any, ...] | None = None
         self._due_s = 0.0
 
-    def page(self, engine: Engine, window: RequestWindow, only: Collection[str] | None = None) -> dict[str, Any]:
+    def page(
+        self, engine: Engine, status: EngineStatus, window: RequestWindow, only: Collection[str] | None = None
+    ) -> dict[str, Any]:
         """The shown part of the list, of the requests in `only` unless it is None."""
         assert engine.pipeline.exit is not None
         live = engine.pipeline.exit.live
         if only is not None:
             live = {request_id: outbox for request_id, outbox in live.items() if request_id in only}
-        self._arrange(engine, window, live)
+        self._arrange(engine, status, window, live)
         if window.is_plain:
             outboxes = {name: outbox for name, outbox in live.items() if is_found(window.search, outbox)}
             ids = list(reversed(outboxes)) if window.descending or window.newest_first else list(outboxes)
         else:
             ids = [request_id for request_id in self._ids if request_id in live]
         shown = islice(ids, window.offset, window.offset + min(window.limit, MAX_ROWS))
-        rows = [request_row(engine, live[request_id]) for request_id in shown]
+        rows = [request_row(engine, status, live[request_id]) for request_id in shown]
         return {"num_live": len(ids), "offset": window.offset, "rows": rows} | self._choices | {"total": len(live)}
 
-    def _arrange(self, engine: Engine, window: RequestWindow, live: Mapping[str, RequestOutbox]) -> None:
+    def _arrange(
+        self, engine: Engine, status: EngineStatus, window: RequestWindow, live: Mapping[str, RequestOutbox]
+    ) -> None:
         asked = window.arrangement
         began_s = time.monotonic()
         if asked == self._asked and began_s < self._due_s:
             return
-        rows = [request_row(engine, outbox) for outbox in islice(live.values(), MAX_SORTED)]
+        rows = [request_row(engine, status, outbox) for outbox in islice(live.values(), MAX_SORTED)]
         self._choices = choices_of(rows)
         if not window.is_plain:
             self._ids = [row["id"] for row in arranged(rows, window)]

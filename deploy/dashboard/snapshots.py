@@ -7,10 +7,7 @@ on the engine's clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ...runtime.health.flight_recorder import task_stacks
 from ...runtime.histogram import GROWTH
@@ -22,12 +19,10 @@ from .block_map import BlockOwners
 if TYPE_CHECKING:
     from ...runtime.histogram import LatencyHistogram
     from ...runtime.pipeline import Health
-    from ...stages.allocate.block_pool import BlockPool
-    from ...stages.allocate.prefix_cache import PrefixCache
+    from ...runtime.pipeline_status import PipelineStatus
     from ...stages.engine.engine import Engine
+    from ...stages.engine.engine_status import CacheStatus, EngineStatus, PoolStatus, SchedulerStatus, SequenceRow
     from ...stages.exit.outboxes import RequestOutbox
-    from ...stages.schedule.scheduler import Scheduler
-    from ...stages.schedule.sequence import Sequence
     from ..api.service import Service
     from ..metrics.latencies import Latencies
     from ..metrics.stage_load import StageLoad
@@ -35,24 +30,23 @@ if TYPE_CHECKING:
     from .flow import FlowRates
 
 
-def overview(engine: Engine, health: Health) -> dict[str, Any]:
+def overview(engine: Engine, status: EngineStatus, health: Health) -> dict[str, Any]:
     """Health, requests by state, and KV blocks by state."""
     assert engine.pipeline.exit is not None
     found: dict[str, Any] = {
         "health": {"state": health.state, "stage": health.stage, "reason": health.reason},
         "num_live": len(engine.pipeline.exit.live),
     }
-    if not engine.has_core:
+    if (core := status.core) is None:
         return found
-    host = None if engine.host_tier is None else engine.host_tier.pool
-    found |= core_figures(engine.scheduler, engine.prefix_cache, engine.pool, host)
-    return found | adapter_slots(engine.scheduler.adapters, names_of(engine))
+    found |= core_figures(core.scheduler, core.cache)
+    return found | adapter_slots(core.scheduler.adapters, names_of(engine))
 
 
-def core_figures(
-    scheduler: Scheduler, cache: PrefixCache | None, pool: BlockPool, host: BlockPool | None
-) -> dict[str, Any]:
+def core_figures(scheduler: SchedulerStatus, cache: CacheStatus) -> dict[str, Any]:
     """The part of the overview from schedule and allocate."""
+    prefixes = cache.prefixes
+    counts = None if prefixes is None else {"num_queries": prefixes.num_queries, "num_hits": prefixes.num_hits}
     return {
         "num_running": scheduler.num_running,
         "num_waiting": scheduler.num_waiting,
@@ -60,39 +54,37 @@ def core_figures(
         "num_parked": scheduler.num_parked,
         "num_preemptions": scheduler.num_preemptions,
         "num_recomputed_tokens": scheduler.num_recomputed_tokens,
-        "max_num_seqs": scheduler.limits.max_num_seqs,
+        "max_num_seqs": scheduler.max_num_seqs,
         "admission_blocked_reason": scheduler.admission_blocked_reason,
-        "prefix_cache": None if cache is None else {"num_queries": cache.num_queries, "num_hits": cache.num_hits},
-        "blocks": block_counts(pool),
-        "host_blocks": None if host is None else block_counts(host),
+        "prefix_cache": counts,
+        "blocks": block_counts(cache.pool),
+        "host_blocks": None if cache.host is None else block_counts(cache.host.pool),
     }
 
 
-def pipeline(engine: Engine, load: StageLoad | None, flow: FlowRates) -> dict[str, Any]:
+def pipeline(running: PipelineStatus, load: StageLoad | None, flow: FlowRates) -> dict[str, Any]:
     """Stages and channels with their counters, in order of the flow; shares of the last seconds from `load`.
 
     The rates of the channels in the last seconds are from `flow`.
     """
-    running = engine.pipeline
     edges = {edge.name: edge for edge in running.edges}
     shares = {} if load is None else load.shares()
     stages = {}
-    for name, runner in running.runners.items():
-        times = runner.times
+    for name, stage in running.stages.items():
         busy, blocked = shares.get(name, (0.0, 0.0))
         stages[name] = {
             "busy": round(busy, 4),
             "blocked": round(blocked, 4),
-            "idle_s": round(times.idle, 6),
-            "busy_s": round(times.busy, 6),
-            "blocked_s": round(times.blocked, 6),
-            "num_restarts": runner.num_restarts,
-            "num_dropped": runner.num_dropped,
-            "last_progress_s": round(runner.last_progress_s, 3),
+            "idle_s": round(stage.idle, 6),
+            "busy_s": round(stage.busy, 6),
+            "blocked_s": round(stage.blocked, 6),
+            "num_restarts": stage.num_restarts,
+            "num_dropped": stage.num_dropped,
+            "last_progress_s": round(stage.last_progress_s, 3),
         }
     channels = {}
     for name, channel in running.channels.items():
-        stats, edge = channel.stats(), edges.get(name)
+        stats, edge = channel.stats, edges.get(name)
         source = "client" if edge is None else edge.source.stage
         target = name.partition(".")[0] if edge is None else edge.target.stage
         channels[name] = {
@@ -108,15 +100,15 @@ def pipeline(engine: Engine, load: StageLoad | None, flow: FlowRates) -> dict[st
     return {"stages": stages, "edges": channels}
 
 
-def request_row(engine: Engine, outbox: RequestOutbox) -> dict[str, Any]:
+def request_row(engine: Engine, status: EngineStatus, outbox: RequestOutbox) -> dict[str, Any]:
     """One live request."""
     request = outbox.request
-    sequences = list(_sequences(engine, outbox)) if engine.has_core else []
+    sequences = status.sequences_of(request.first_sequence_id, request.num_sequences)
     stage, _ = engine.pipeline.exit.locate(outbox) if engine.has_core else ("encode", False)  # type: ignore[union-attr]
     num_prompt = outbox.num_prompt_tokens or (sequences[0].num_prompt if sequences else 0)
     slots = [sequence.slot for sequence in sequences if sequence.slot >= 0]
     times, state = outbox.times, _state(sequences, outbox)
-    return adapter_of(engine, outbox, state) | {
+    return adapter_of(engine, status, outbox, state) | {
         "id": outbox.request_id,
         "stage": stage,
         "state": state,
@@ -127,7 +119,7 @@ def request_row(engine: Engine, outbox: RequestOutbox) -> dict[str, Any]:
         "num_cached_tokens": outbox.num_cached_tokens,
         "num_generated_tokens": outbox.num_generated_tokens,
         "max_tokens": sum(sequence.limit - sequence.num_prompt for sequence in sequences) or None,
-        "num_blocks": sum(int(engine.block_tables.num_blocks[slot]) for slot in slots),  # faster than an array
+        "num_blocks": status.num_blocks_of(slots),
         "priority": request.priority,
         "num_preempted": sum(sequence.num_preempted for sequence in sequences),
     }
@@ -154,14 +146,14 @@ def latency(latencies: Latencies) -> dict[str, Any]:
 
 def loop_health(engine: Engine, watchdog: Watchdog, *, with_stacks: bool = True) -> dict[str, Any]:
     """The current stall, the stack of each stage's task, and histograms of loop lag and GC pauses."""
-    stall, runners = watchdog.stall, engine.pipeline.runners
-    stacks = [*task_stacks(engine.pipeline, only=runners), *engine.pipeline.stacks_elsewhere] if with_stacks else []
+    stall, names = watchdog.stall, engine.pipeline.status().stages if with_stacks else ()
+    stacks = [*task_stacks(engine.pipeline, only=names), *engine.pipeline.stacks_elsewhere] if with_stacks else []
     return {
         "stall": None
         if stall is None
         else {"name": stall.name, "reason": stall.reason, "num_waiting": stall.num_waiting},
         "num_stalls": watchdog.num_stalls,
-        "stacks": {entry["task"]: entry["stack"] for entry in stacks if entry.get("task") in runners},
+        "stacks": {entry["task"]: entry["stack"] for entry in stacks if entry.get("task") in names},
         "lag": histogram_tree(watchdog.meter.lag_us),
         "pause": histogram_tree(watchdog.meter.pause_us),
     }
@@ -173,9 +165,10 @@ def histogram_tree(of: LatencyHistogram) -> dict[str, Any]:
     return {"bounds_us": of.bounds, "counts": list(of.counts), "total_us": of.total, "sketch": sketch, "growth": GROWTH}
 
 
-def block_owners(engine: Engine) -> BlockOwners:
-    """Pool, block tables and scheduler of the engine."""
-    return BlockOwners(engine.pool, engine.block_tables, engine.scheduler)
+def block_owners(engine: Engine, status: EngineStatus) -> BlockOwners | None:
+    """The blocks of the engine; None if the status has none."""
+    blocks = None if status.core is None else status.core.cache.blocks
+    return None if blocks is None else BlockOwners(blocks, status.owners, engine.info.block_size)
 
 
 def configuration(engine: Engine, service: Service) -> list[dict[str, Any]]:
@@ -206,12 +199,7 @@ def is_found(search: str, outbox: RequestOutbox) -> bool:
     return search in outbox.request_id or (adapter is not None and search in adapter.name)
 
 
-def _sequences(engine: Engine, outbox: RequestOutbox) -> Iterator[Sequence]:
-    known, first = engine.scheduler.sequences, outbox.request.first_sequence_id
-    return (known[i] for i in range(first, first + outbox.request.num_sequences) if i in known)
-
-
-def _state(sequences: list[Sequence], outbox: RequestOutbox) -> str:
+def _state(sequences: list[SequenceRow], outbox: RequestOutbox) -> str:
     """The state of a request; of several choices, that of the most advanced one."""
     if any(choice.is_parked for choice in outbox.choices):
         return "parked"
@@ -222,13 +210,13 @@ def _state(sequences: list[Sequence], outbox: RequestOutbox) -> str:
     return "finishing" if outbox.has_started else "arriving"
 
 
-def block_counts(pool: BlockPool) -> dict[str, int]:
+def block_counts(pool: PoolStatus) -> dict[str, int]:
     """The blocks of one pool by state; shared blocks are in use too."""
     return {
         "num_blocks": pool.num_blocks,
         "free": pool.num_free,
         "in_use": pool.num_in_use,
-        "shared": int(np.count_nonzero(pool.num_tables > 1)),
+        "shared": pool.num_shared,
         "cached": pool.num_cached,
         "quarantined": pool.num_quarantined,
     }

@@ -19,8 +19,9 @@ def caches(engine: Engine, service: Service) -> list[CacheUse]:
     found = [_trace(engine), CacheUse("ended_requests", len(service.ended), MAX_ENDED)]
     found += [read() for read in service.caches]
     found.append(CacheUse("tokenizer_words", None, TOKENIZER_WORDS))
-    if engine.has_core:
-        grammars, pool = engine.grammars, engine.pool
+    if (core := engine.status().core) is not None:
+        pool = core.cache.pool
+        grammars = engine.grammars
         found.append(CacheUse("grammars", len(grammars), grammars.max_grammars, grammars.num_bytes, grammars.max_bytes))
         found.append(CacheUse("prefix_blocks", pool.num_cached + pool.num_in_use, pool.num_blocks))
     return found

@@ -25,8 +25,10 @@ from .request_history import RequestHistory
 
 if TYPE_CHECKING:
     from ...runtime.graph import Edge
+    from ...runtime.pipeline_status import PipelineStatus, StageStatus
     from ...runtime.trace.tracer import Tracer
     from ...stages.engine.engine import Engine
+    from ...stages.engine.engine_status import EngineStatus
 
 MAX_LISTED = 1_000  # requests in one answer
 MAX_CURSOR = 2**53
@@ -123,12 +125,12 @@ class InspectRoutes:
 
 def stages_report(engine: Engine, load: WindowLoad) -> dict[str, Any]:
     """The body of `/v1/stages`. Shares are of the last `window_s` seconds, in [0, 1]."""
-    limit, pipeline = judge(load), engine.pipeline
+    limit, pipeline = judge(load), engine.pipeline.status()
     return {
         "bottleneck": {"situation": limit.situation, "stage": limit.stage, "sentence": limit.sentence},
         "window_s": round(load.window_s, 3),
-        "stages": [_stage(name, load, engine) for name in pipeline.stages],
-        "edges": [_edge(edge, load, engine) for edge in pipeline.edges],
+        "stages": [_stage(stage, load) for stage in pipeline.stages.values()],
+        "edges": [_edge(edge, load, pipeline) for edge in pipeline.edges],
         "steps": {
             "per_s": round(load.num_steps / load.window_s, 3),
             "rows": round(load.num_rows, 3),
@@ -139,22 +141,22 @@ def stages_report(engine: Engine, load: WindowLoad) -> dict[str, Any]:
     }
 
 
-def _stage(name: str, load: WindowLoad, engine: Engine) -> dict[str, Any]:
-    runner = engine.pipeline.runners[name]
+def _stage(stage: StageStatus, load: WindowLoad) -> dict[str, Any]:
+    name = stage.name
     busy, blocked = load.busy.get(name, 0.0), load.blocked.get(name, 0.0)
     return {
         "name": name,
         "busy": round(busy, 4),
         "blocked": round(blocked, 4),
         "idle": round(1.0 - busy - blocked, 4),
-        "is_busy": runner.is_busy,
-        "restarts": runner.num_restarts,
+        "is_busy": stage.is_busy,
+        "restarts": stage.num_restarts,
     }
 
 
-def _edge(edge: Edge, load: WindowLoad, engine: Engine) -> dict[str, Any]:
-    channel = engine.pipeline.channels[edge.name]
-    stats = channel.stats()
+def _edge(edge: Edge, load: WindowLoad, pipeline: PipelineStatus) -> dict[str, Any]:
+    channel = pipeline.channels[edge.name]
+    stats = channel.stats
     return {
         "name": edge.name,
         "from": edge.source.stage,
@@ -183,18 +185,17 @@ def requests_report(
     found = [(outbox, one) for name, one in live.items() if (outbox := exit.live.get(name)) is not None]
     found = [pair for pair in found if pair[0].request.first_sequence_id >= cursor]
     found.sort(key=lambda pair: pair[0].request.first_sequence_id)
-    rows = []
+    rows, status = [], engine.status(with_sequences=True)
     for outbox, one in found[:limit]:
         stage, _ = exit.locate(outbox)  # type: ignore[attr-defined]
-        rows.append(_request(engine, one, outbox, stage, now_s))
+        rows.append(_request(status, one, outbox, stage, now_s))
     return rows, found[limit][0].request.first_sequence_id if len(found) > limit else None
 
 
-def _request(engine: Engine, live: ActiveRequest, outbox: Any, stage: str, now_s: float) -> dict[str, Any]:
+def _request(status: EngineStatus, live: ActiveRequest, outbox: Any, stage: str, now_s: float) -> dict[str, Any]:
     request = outbox.request
-    first, num_sequences = request.first_sequence_id, request.num_sequences
-    known = engine.scheduler.sequences if engine.has_core else {}
-    sequences = [known[number] for number in range(first, first + num_sequences) if number in known]
+    num_sequences = request.num_sequences
+    sequences = status.sequences_of(request.first_sequence_id, num_sequences)
     states = [sequence.state.value for sequence in sequences]
     slots = [sequence.slot for sequence in sequences if sequence.state.value == "running"]
     is_parked = bool(sequences) and all(sequence.is_parked for sequence in sequences)
@@ -209,6 +210,6 @@ def _request(engine: Engine, live: ActiveRequest, outbox: Any, stage: str, now_s
         "num_prompt_tokens": outbox.num_prompt_tokens or sum(sequence.num_prompt for sequence in sequences[:1]),
         "num_cached_tokens": outbox.num_cached_tokens,
         "num_generated_tokens": outbox.num_generated_tokens,
-        "num_blocks": int(engine.block_tables.num_blocks[slots].sum()) if slots else 0,
+        "num_blocks": status.num_blocks_of(slots),
         "preemptions": sum(sequence.num_preempted for sequence in sequences),
     }

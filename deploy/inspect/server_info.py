@@ -48,7 +48,7 @@ def server_info(engine: Engine, service: Service, version: str) -> dict[str, Any
         "graphs": None if info.captured is None else info.captured.to_event(),
         "startup_s": dict(info.startup_s),
         "process": {"mode": engine.mode, "engine_pid": engine.engine_pid, "engines": engine.engines},
-        "blocks": _blocks(engine) if engine.has_core else None,
+        "blocks": _blocks(engine),
         "caches": [asdict(cache) for cache in caches(engine, service)],
     }
 
@@ -67,13 +67,14 @@ def load(engine: Engine, num_live: int) -> dict[str, Any]:
 
     `num_live` counts requests, including those whose body, tokens or grammar are not ready.
     """
-    core = engine.scheduler if engine.has_core else None
+    core = engine.status().core
+    scheduler, pool = (None, None) if core is None else (core.scheduler, core.cache.pool)
     return {
         "server_load": num_live,
-        "waiting": engine.admission.num_waiting if core is None else core.num_waiting,
-        "running": 0 if core is None else core.num_running,
-        "swapped": 0 if core is None else core.num_swapped,
-        "kv_usage": round(engine.pool.num_in_use / engine.pool.num_blocks, 6) if core is not None else 0.0,
+        "waiting": engine.admission.num_waiting if scheduler is None else scheduler.num_waiting,
+        "running": 0 if scheduler is None else scheduler.num_running,
+        "swapped": 0 if scheduler is None else scheduler.num_swapped,
+        "kv_usage": 0.0 if pool is None else round(pool.num_in_use / pool.num_blocks, 6),
         "estimated_wait_s": round(engine.admission.estimate_wait_s(), 3) if engine.admission.num_waiting else 0.0,
     }
 
@@ -98,9 +99,11 @@ def _shown(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: HIDDEN if name in SECRET and value else value for name, value in settings.items()}
 
 
-def _blocks(engine: Engine) -> dict[str, int]:
+def _blocks(engine: Engine) -> dict[str, int] | None:
     """Current KV blocks by state. Each block is free, used, cached or quarantined; `shared` is a part of `used`."""
-    pool = engine.pool
+    if (core := engine.status().core) is None:
+        return None
+    pool = core.cache.pool
     return {
         "num_blocks": pool.num_blocks,
         "block_size": engine.info.block_size,

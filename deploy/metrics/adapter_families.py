@@ -11,24 +11,24 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from .families import counter, gauge
 
 if TYPE_CHECKING:
-    from ...stages.engine.engine import Engine
+    from ...stages.adapters.gate import AdapterGate
+    from ...stages.engine.engine_status import AdapterSlotsStatus
 
 
-def adapters(engine: Engine) -> Iterator[Metric]:
+def adapters(gate: AdapterGate | None, slots: AdapterSlotsStatus | None) -> Iterator[Metric]:
     """The families of one scrape."""
-    gate, lines = engine.adapters, None if engine.adapters is None else engine.scheduler.adapters
     info = GaugeMetricFamily(
         "vllm:lora_requests_info",
         "Adapters of running and waiting sequences; the value is the time of the scrape.",
         labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
     )
-    if gate is None or lines is None:
+    if gate is None or slots is None:
         info.add_metric(["0", "", ""], time.time())  # gateways that look for it report an error where it is missing
         yield info
         return
     names = gate.registry.names_by_digest()
-    slots = lines.slots
-    running, waiting = _named(names, slots.running_digests()), _named(names, lines.digests())
+    running = _named(names, [digest for _, digest, num_running in slots.slots if num_running])
+    waiting = _named(names, slots.waiting)
     waiting = ",".join(sorted({*waiting.split(","), *gate.waiting} - {""}))
     info.add_metric([str(len(slots.slots)), running, waiting], time.time())
     yield info
@@ -40,8 +40,10 @@ def adapters(engine: Engine) -> Iterator[Metric]:
     yield gauge("millrace:lora_host_adapters", "Adapters in host memory.", len(gate.store), {})
     yield gauge("millrace:lora_host_bytes", "Memory of those.", gate.store.num_bytes, {})
     yield gauge("millrace:lora_host_waiting", "Requests that wait until their adapter is read.", gate.num_waiting, {})
-    yield gauge("millrace:lora_waiting", "Sequences that wait for a device slot of their adapter.", len(lines), {})
-    yield gauge("millrace:lora_owed", "Of those, passed by fifty others.", lines.num_owed, {})
+    yield gauge(
+        "millrace:lora_waiting", "Sequences that wait for a device slot of their adapter.", slots.num_waiting, {}
+    )
+    yield gauge("millrace:lora_owed", "Of those, passed by fifty others.", slots.num_owed, {})
 
 
 def _named(names: Mapping[str, Sequence[str]], digests: Iterable[str]) -> str:

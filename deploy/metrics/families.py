@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.utils import floatToGoString
 
 from ...runtime.histogram import Histogram
+from ...runtime.pipeline_status import HistogramStatus
 
 US = 1e-6  # unit of histograms that count microseconds and are exported in seconds
 
@@ -28,7 +29,7 @@ def counter(name: str, text: str, value: float, labels: Mapping[str, str]) -> Co
 
 
 def histogram(
-    name: str, text: str, value: Histogram, labels: Mapping[str, str], unit: float = 1
+    name: str, text: str, value: Histogram | HistogramStatus, labels: Mapping[str, str], unit: float = 1
 ) -> HistogramMetricFamily:
     """A histogram; its bounds and its sum are multiplied by `unit`."""
     family = HistogramMetricFamily(name, text, labels=list(labels))
@@ -36,7 +37,9 @@ def histogram(
     return family
 
 
-def add_histogram(family: HistogramMetricFamily, labels: list[str], value: Histogram, unit: float = 1) -> None:
+def add_histogram(
+    family: HistogramMetricFamily, labels: list[str], value: Histogram | HistogramStatus, unit: float = 1
+) -> None:
     """Adds a histogram to `family`; `labels` are the values of its labels."""
     names = [*(str(floatToGoString(round(bound * unit, 9))) for bound in value.bounds), "+Inf"]  # type: ignore[no-untyped-call]
     buckets = list(zip(names, map(float, value.cumulative()), strict=True))

@@ -17,7 +17,6 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from ...runtime.env.log import dropped as dropped_lines
 from ...runtime.pipeline import Health
-from ...stages.allocate.block_pool import BlockPool
 from ..errors import CODES
 from .adapter_families import adapters
 from .families import counter, engines, gauge
@@ -28,10 +27,16 @@ from .pipeline_metrics import channels, stages
 from .stage_load import StageLoad
 
 if TYPE_CHECKING:
-    from ...stages.allocate.host_tier import HostTier
     from ...stages.engine.engine import Engine
+    from ...stages.engine.engine_status import (
+        CacheStatus,
+        CoreStatus,
+        DraftStatus,
+        HostStatus,
+        PoolStatus,
+        SchedulerStatus,
+    )
     from ...stages.exit.outboxes import RequestOutbox
-    from ...stages.schedule.speculation import Speculation
     from .otlp_export import OtlpExporter
     from .watchdog import Watchdog
 
@@ -72,7 +77,7 @@ class Metrics:
         engine.exit.on_end.append(self._request_ended)
         engine.exit.on_start.append(self._latencies.request_started)
         self.latency_log = LatencyLog(self._latencies.times_us(), engine.pipeline.env.now)
-        self.stage_load = StageLoad(engine.pipeline.runners, engine.pipeline.env.now)
+        self.stage_load = StageLoad(engine.pipeline.status, engine.pipeline.env.now)
         if engine.pipeline.watch is not None:
             engine.pipeline.watch.on_tick += [self.latency_log.tick, self.stage_load.note]
 
@@ -131,23 +136,24 @@ class Metrics:
         yield counter("millrace:log_lines_dropped", "Log lines that could not be written in time.", dropped_lines(), {})
         if self._engine is None:
             return
-        if self._engine.has_core:
-            yield from self._gauges(self._engine, labels)
-            yield from self._core_counters(self._engine, labels)
-            yield from adapters(self._engine)
+        status = self._engine.status()
+        if status.core is not None:
+            yield from self._gauges(self._engine, status.core, labels)
+            yield from _core_counters(status.core.scheduler, status.core.cache, labels)
+            yield from adapters(self._engine.adapters, status.core.scheduler.adapters)
         yield from self._counters(self._engine, labels)
         name, text = "millrace:engine_process_deaths", "Engine processes that ended unexpectedly."
         yield counter(name, text, self._engine.num_deaths, {})
         yield from engines(self._engine.engines)
         assert self._latencies is not None
-        yield from self._latencies.collect(labels)
-        yield from stages(self._engine.pipeline)
-        yield from channels(self._engine.pipeline)
+        yield from self._latencies.collect(labels, status.core)
+        yield from stages(status.pipeline)
+        yield from channels(status.pipeline)
         yield from own_metrics(self._engine.pipeline.stage_metrics)
         yield _startup(self._engine)
 
-    def _gauges(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
-        scheduler, pool = engine.scheduler, engine.pool
+    def _gauges(self, engine: Engine, core: CoreStatus, labels: dict[str, str]) -> Iterator[Metric]:
+        scheduler, pool = core.scheduler, core.cache.pool
         yield gauge("vllm:num_requests_running", "Running sequences.", scheduler.num_running, labels)
         yield gauge("vllm:num_requests_waiting", "Waiting sequences.", scheduler.num_waiting, labels)
         work_s = engine.admission.work_waiting_s()
@@ -163,9 +169,9 @@ class Metrics:
         yield _admission_blocked(scheduler.admission_blocked_reason)
         budget = scheduler.step_token_budget
         yield gauge("millrace:step_token_budget", "Token budget of a step with prefills and decodes.", budget, labels)
-        waste = engine.block_tables.waste
+        waste = core.cache.waste
         yield gauge("millrace:kv_internal_fragmentation_ratio", "Unused share of allocated block space.", waste, labels)
-        host = None if engine.host_tier is None else engine.host_tier.pool
+        host = None if core.cache.host is None else core.cache.host.pool
         used = 0.0 if host is None else host.num_in_use / host.num_blocks
         yield gauge("vllm:cpu_cache_usage_perc", "Share of host KV blocks in use; 1 is all.", used, labels)
         if host is not None:
@@ -186,26 +192,25 @@ class Metrics:
             aborted.add_metric([cause], self._aborted[cause])
         yield aborted
 
-    def _core_counters(self, engine: Engine, labels: dict[str, str]) -> Iterator[Metric]:
-        num_preemptions = engine.scheduler.num_preemptions
-        yield counter("vllm:num_preemptions", "Preemptions of sequences.", num_preemptions, labels)
-        yield _preemptions(engine.scheduler.preemptions)
-        yield _swaps_refused(engine.host_tier)
-        num_recomputed = engine.scheduler.num_recomputed_tokens
-        yield counter("millrace:recomputed_tokens", "Tokens computed again after a preemption.", num_recomputed, labels)
-        yield from _drafts(engine.scheduler.speculation, labels)
-        cache = engine.prefix_cache
-        queries, hits = (0, 0) if cache is None else (cache.num_queries, cache.num_hits)
-        on_host = 0 if cache is None else cache.num_host_hits
-        yield counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", queries, labels)
-        yield counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", hits, labels)
-        yield counter("millrace:host_prefix_cache_hits", "Prefix cache hits on the host.", on_host, labels)
-
     def _rejections(self) -> Iterator[Metric]:
         rejected = CounterMetricFamily("millrace:request_errors", "Requests answered with an error.", labels=["code"])
         for code in (*CODES, "other"):
             rejected.add_metric([code], self._rejected[code])
         yield rejected
+
+
+def _core_counters(scheduler: SchedulerStatus, cache: CacheStatus, labels: dict[str, str]) -> Iterator[Metric]:
+    yield counter("vllm:num_preemptions", "Preemptions of sequences.", scheduler.num_preemptions, labels)
+    yield _preemptions(scheduler.preemptions)
+    yield _swaps_refused(cache.host)
+    num_recomputed = scheduler.num_recomputed_tokens
+    yield counter("millrace:recomputed_tokens", "Tokens computed again after a preemption.", num_recomputed, labels)
+    yield from _drafts(scheduler.drafts, labels)
+    found = cache.prefixes
+    queries, hits, on_host = (0, 0, 0) if found is None else (found.num_queries, found.num_hits, found.num_host_hits)
+    yield counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", queries, labels)
+    yield counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", hits, labels)
+    yield counter("millrace:host_prefix_cache_hits", "Prefix cache hits on the host.", on_host, labels)
 
 
 def _states(health: Health) -> Metric:
@@ -230,7 +235,7 @@ def _cache_config(engine: Engine, labels: dict[str, str]) -> Metric:
     return gauge("vllm:cache_config_info", "The KV cache, as labels; the value is 1.", 1.0, described)
 
 
-def _drafts(speculation: Speculation, labels: dict[str, str]) -> Iterator[Metric]:
+def _drafts(speculation: DraftStatus, labels: dict[str, str]) -> Iterator[Metric]:
     num_drafting = speculation.num_drafting
     yield gauge("millrace:num_requests_drafting", "Sequences with speculative decoding.", num_drafting, labels)
     name, text = "vllm:spec_decode_num_drafts", "Rows of steps with draft tokens."
@@ -260,7 +265,7 @@ def _preemptions(counts: Mapping[tuple[str, str], int]) -> Metric:
     return preemptions
 
 
-def _swaps_refused(host: HostTier | None) -> Metric:
+def _swaps_refused(host: HostStatus | None) -> Metric:
     refused = CounterMetricFamily(
         "millrace:swaps_refused", "Preemptions that recompute instead of swapping, by reason.", labels=["reason"]
     )
@@ -281,7 +286,7 @@ def _admission_blocked(reason: str) -> Metric:
     return blocked
 
 
-def _blocks(name: str, text: str, pool: BlockPool, labels: dict[str, str]) -> Metric:
+def _blocks(name: str, text: str, pool: PoolStatus, labels: dict[str, str]) -> Metric:
     blocks = GaugeMetricFamily(name, text, labels=[*labels, "state"])
     counts = {
         "free": pool.num_free,

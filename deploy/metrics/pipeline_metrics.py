@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from ...runtime.pipeline import Pipeline
+from ...runtime.pipeline_status import PipelineStatus
 from .families import US, add_histogram
 
 
-def stages(pipeline: Pipeline) -> Iterator[Metric]:
+def stages(pipeline: PipelineStatus) -> Iterator[Metric]:
     """Yields time by state, restarts, queue depth, waiting time and service time of each stage."""
     seconds = CounterMetricFamily(
         "millrace:stage_seconds", "Time of a stage by state: idle, busy, blocked.", labels=["stage", "state"]
@@ -28,18 +28,17 @@ def stages(pipeline: Pipeline) -> Iterator[Metric]:
         "Time of a stage on a batch, without waits for channels or for another stage.",
         labels=["stage"],
     )
-    for name, runner in pipeline.runners.items():
-        times = runner.times
+    for name, stage in pipeline.stages.items():
         for state in ("idle", "busy", "blocked"):
-            seconds.add_metric([name, state], getattr(times, state))
-        restarts.add_metric([name], runner.num_restarts)
-        depth.add_metric([name], sum(len(channel) for channel in runner.inputs.values()))
-        add_histogram(wait, [name], runner.wait_us, US)
-        add_histogram(service, [name], runner.service_us, US)
+            seconds.add_metric([name, state], getattr(stage, state))
+        restarts.add_metric([name], stage.num_restarts)
+        depth.add_metric([name], pipeline.num_queued(name))
+        add_histogram(wait, [name], stage.wait_us, US)
+        add_histogram(service, [name], stage.service_us, US)
     yield from (seconds, restarts, depth, wait, service)
 
 
-def channels(pipeline: Pipeline) -> Iterator[Metric]:
+def channels(pipeline: PipelineStatus) -> Iterator[Metric]:
     """Yields depth, high-water mark, capacity, items sent and time full of each channel."""
     depth = GaugeMetricFamily("millrace:channel_depth", "Items in a channel.", labels=["edge"])
     high = GaugeMetricFamily("millrace:channel_high_water", "Most items so far in a channel.", labels=["edge"])
@@ -47,7 +46,7 @@ def channels(pipeline: Pipeline) -> Iterator[Metric]:
     sent = CounterMetricFamily("millrace:channel_items", "Items sent over a channel.", labels=["edge"])
     blocked = CounterMetricFamily("millrace:channel_blocked_seconds", "Time a channel was full.", labels=["edge"])
     for name, channel in pipeline.channels.items():
-        stats = channel.stats()
+        stats = channel.stats
         depth.add_metric([name], stats.depth)
         high.add_metric([name], stats.high_water)
         capacity.add_metric([name], stats.capacity)

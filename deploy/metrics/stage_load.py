@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...stages.insight.bottleneck import WINDOW_S
 
 if TYPE_CHECKING:
-    from ...runtime.watch import WatchedStage
+    from ...runtime.pipeline_status import PipelineStatus
+
+MIN_S = 0.25  # between two readings of ticks
 
 Reading = dict[str, tuple[float, float]]  # by stage: seconds busy and blocked so far
 
@@ -17,17 +19,21 @@ Reading = dict[str, tuple[float, float]]  # by stage: seconds busy and blocked s
 class StageLoad:
     """Readings of the last `WINDOW_S` seconds. Call `note` a few times a second, also without a viewer."""
 
-    def __init__(self, runners: Mapping[str, WatchedStage], now: Callable[[], float]) -> None:
-        self._runners = runners
+    def __init__(self, read: Callable[[], PipelineStatus], now: Callable[[], float]) -> None:
+        """`read` makes the status of the stages."""
+        self._read = read
         self._now = now
         self._readings: deque[tuple[float, Reading]] = deque()
         self.note()
 
     def note(self, late_s: float = 0.0) -> None:
-        """Reads the counters of all stages."""
+        """Reads the counters of all stages, at most every `MIN_S` seconds."""
+        if not self._readings or self._now() - self._readings[-1][0] >= MIN_S:
+            self._add()
+
+    def _add(self) -> None:
         now_s = self._now()
-        times = {name: runner.times for name, runner in self._runners.items()}
-        reading = {name: (one.busy, one.blocked) for name, one in times.items()}
+        reading = {name: (stage.busy, stage.blocked) for name, stage in self._read().stages.items()}
         if self._readings and any(busy < self._readings[-1][1][name][0] for name, (busy, _) in reading.items()):
             self._readings.clear()  # the engine process was replaced
         self._readings.append((now_s, reading))
@@ -36,7 +42,7 @@ class StageLoad:
 
     def shares(self) -> Reading:
         """(busy, blocked) by stage: shares of the time since the first reading kept, up to now."""
-        self.note()
+        self._add()
         (then_s, before), (now_s, after) = self._readings[0], self._readings[-1]
         passed_s = now_s - then_s
         if passed_s <= 0:

@@ -57,18 +57,18 @@ class StatsLine:
             self._log(counts.since(last), passed_s)
 
     def _log(self, counts: _Counts, passed_s: float) -> None:
-        engine = self._engine
         in_core: dict[str, float | None] = {}
-        if engine.has_core:
+        if (core := self._engine.status().core) is not None:
+            scheduler, pool = core.scheduler, core.cache.pool
             in_core = {
-                "num_running": engine.scheduler.num_running,
-                "num_waiting": engine.scheduler.num_waiting,
-                "num_swapped": engine.scheduler.num_swapped,
-                "kv_usage": round(engine.pool.num_in_use / engine.pool.num_blocks, 4),
+                "num_running": scheduler.num_running,
+                "num_waiting": scheduler.num_waiting,
+                "num_swapped": scheduler.num_swapped,
+                "kv_usage": round(pool.num_in_use / pool.num_blocks, 4),
                 "prefix_hit_rate": round(counts.num_hits / counts.num_queries, 4) if counts.num_queries else None,
                 "num_preemptions": counts.num_preemptions,
             }
-        if engine.has_core and engine.idle_gaps_us is not None:
+        if core is not None and core.idle_gaps_us is not None:
             in_core["device_idle"] = round(counts.idle_us / 1e6 / passed_s, 4)
         if counts.num_draft_tokens:
             in_core["num_draft_tokens"] = counts.num_draft_tokens
@@ -82,12 +82,11 @@ class StatsLine:
 
     def _counts(self) -> _Counts:
         num_prompt, num_generated = self._num_tokens(self._engine)
-        if not self._engine.has_core:
+        core = self._engine.status().core
+        if core is None:
             return _Counts(num_prompt, num_generated, 0, 0, 0, 0, 0, 0)
-        cache = self._engine.prefix_cache
+        cache, scheduler, idle = core.cache.prefixes, core.scheduler, core.idle_gaps_us
         queries, hits = (0, 0) if cache is None else (cache.num_queries, cache.num_hits)
-        scheduler = self._engine.scheduler
-        drafts = (scheduler.speculation.num_draft_tokens, scheduler.speculation.num_accepted_tokens)
-        idle = self._engine.idle_gaps_us
+        drafts = (scheduler.drafts.num_draft_tokens, scheduler.drafts.num_accepted_tokens)
         idle_us = 0 if idle is None else idle.total
         return _Counts(num_prompt, num_generated, queries, hits, scheduler.num_preemptions, *drafts, idle_us)

@@ -147,7 +147,8 @@ class MillraceReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What the policy goes by."""
-        running = self._engine.scheduler.num_running
+        core = self._engine.status().core
+        running = 0 if core is None else core.scheduler.num_running
         slots = self._config.max_num_seqs * self._config.data_parallel_size
         return {WORK: self._engine.admission.work_waiting_s(), BUSY: running / slots}
 

@@ -27,20 +27,16 @@ class Stall:
     reason: str
 
 
-def find_stall(pipeline: Pipeline, timeout_s: float) -> Stall | None:
+def find_stall(pipeline: Pipeline, timeout_s: float, status: PipelineStatus | None = None) -> Stall | None:
     """The stage or edge with work and no progress for `timeout_s`; None if there is none.
 
     Of several, the one that the others wait for. Time in which the whole loop stood still, as in a suspended process,
-    does not count.
+    does not count. With a `status` it looks at that one only.
     """
     now = pipeline.env.now()
     if pipeline.watch is not None and now - pipeline.watch.resumed_s < timeout_s:
         return None
-    return stall_of(pipeline.status(), now, timeout_s)
-
-
-def stall_of(status: PipelineStatus, now: float, timeout_s: float) -> Stall | None:
-    """As `find_stall`, of a status that was read at `now`."""
+    status = pipeline.status() if status is None else status
     for stalls in (_stages, _edges, _keepers):
         found = [stall for stall in stalls(status, now, timeout_s) if stall.waited_s >= timeout_s]
         if found:

@@ -41,7 +41,7 @@ from ..recordings.writer import RecordingWriter
 from ..sample.logits_processor import LogitsProcessor
 from ..sample.processor_chain import ProcessorChain, check_processors, load_processors
 from .client_api import ClientApi
-from .inspection import EngineStatus
+from .inspection import EngineParts
 from .load_report import report_loading
 from .placed_stages import PlacedStage, check_places, in_order, load_stages
 from .submit import Submitter
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 log = get_logger("millrace.stages")
 
 
-class Engine(EngineStatus, ClientApi):
+class Engine(EngineParts, ClientApi):
     """Serves one model.
 
     Use it as an async context manager, or call `start` and `stop`; it starts once. Leaving the context frees
@@ -84,7 +84,7 @@ class Engine(EngineStatus, ClientApi):
         stages: Sequence[PlacedStage | str] = (),
         **overrides: Any,
     ) -> None:
-        EngineStatus.__init__(self)
+        EngineParts.__init__(self)
         ClientApi.__init__(self)
         self._opening = opening
         made, named = _processors(logits_processor)
@@ -202,7 +202,7 @@ class Engine(EngineStatus, ClientApi):
         await self._inject(self._parts.pipeline, faults)
         self._health = Health("ready")
         seconds = {f"{name}_s": seconds for name, seconds in phases.seconds.items()}
-        info = loaded.info
+        info, core = loaded.info, self.status().core
         log.info(
             "engine.ready",
             model=info.model_id,
@@ -216,7 +216,7 @@ class Engine(EngineStatus, ClientApi):
             max_model_len=info.max_model_len,
             num_blocks=info.num_blocks,
             num_host_blocks=info.num_host_blocks,
-            num_speculative_tokens=self.scheduler.speculation.num_tokens if self.has_core else 0,
+            num_speculative_tokens=0 if core is None else core.scheduler.drafts.num_tokens,
             **seconds,
         )
 

@@ -19,6 +19,8 @@ from ..grammar.gate import GrammarGate
 from ..intake.admission import Admission
 from ..outputs import ModelInfo
 from ..schedule.scheduler import Scheduler
+from .engine_status import EngineStatus
+from .read_status import read_core, read_owners
 from .wiring import EncoderStages, EngineStages, TextStages
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from ..tokenize.prompt_encoder import ModelEncoder
 
 
-class EngineStatus:
+class EngineParts:
     """Access to the parts of a running engine. Raises `NotServing` while it is not running.
 
     `Engine` inherits it, sets the parts when it starts, and removes them when it stops. Call it on the event loop. The
@@ -130,6 +132,19 @@ class EngineStatus:
         """The gate that tries and compiles grammars."""
         return self._text().gate
 
+    def status(self, *, with_sequences: bool = False, with_blocks: bool = False) -> EngineStatus:
+        """What the engine does and has done, now.
+
+        Of a step loop in another process, as it was last reported: `refresh` first for a report of now.
+        """
+        pipeline = self.pipeline.status()
+        if not self.has_core:
+            return EngineStatus(pipeline, None, {})
+        core = self._core().core
+        owners = read_owners(core.schedule.scheduler) if with_sequences or with_blocks else {}
+        read = read_core(core, with_sequences=with_sequences, with_blocks=with_blocks)
+        return EngineStatus(pipeline, read, owners)
+
     def reset_prefix_cache(self) -> int:
         """Empties the prefix cache. Returns the number of blocks freed."""
         if not self.has_core:
@@ -145,9 +160,9 @@ class EngineStatus:
         return read_prefix_tree(self._core().allocate.allocator) if self.has_core else None
 
     async def refresh(self, *, with_blocks: bool = False, with_stacks: bool = False) -> None:
-        """Updates state that may be in another process: `scheduler`, `pool`, stages and channels.
+        """Updates the part of `status` that is in another process.
 
-        Afterwards they are not older than this call. `with_blocks` includes the owner of each block, `with_stacks` the
+        Afterwards it is not older than this call. `with_blocks` includes the owner of each block, `with_stacks` the
         stacks of tasks. Here all state is in this process, and only the trace is brought up to now.
         """
         if self.pipeline.watch is not None:

@@ -6,43 +6,40 @@ takes its place. No token is sent twice. All code here runs on the front process
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
-from contextvars import Context
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 from ...runtime.env.cpus import Cpus
 from ...runtime.health.stalls import Stall, find_stall
 from ...runtime.pipeline import Health, NotServing, Pipeline
+from ...runtime.pipeline_status import PipelineStatus, channel_status
 from ...runtime.trace.format import MAX_U32
 from ..config import EngineConfig
+from ..engine.engine_status import CoreReport
 from ..engine.wiring import CLASSES, sketch
 from ..errors import ConfigError
 from ..executor.engine_host import StartHost
 from ..outputs import ModelInfo
-from ..pipeline import build_fleet_pipeline
+from ..pipeline import TO_CORES, build_fleet_pipeline
 from ..split.engine_core import EngineCore
-from ..split.front import CORE, FrontStages, core_views, show_core
+from ..split.front import CORE, FrontStages
 from ..split.inflight_requests import InflightRequests
 from ..split.process_client import EngineClient
-from ..split.protocol import CoreStatus, EngineReady, engine_side_error
+from ..split.protocol import EngineReady, engine_side_error
 from ..split.remote_adapters import AdaptersThere
-from ..split.remote_views import RemoteCoreView
 from ..split.split_engine import STALL_S, SplitEngine
 from .core_keeper import CoreKeeper
 from .core_set import CoreSet
 from .fleet_adapters import FleetAdapters
 from .fleet_requests import FleetRequests
-from .front import FleetStages, joint_config, make_merged
+from .front import DISPATCHED, FleetStages, dispatched_status, make_merged
 from .merged_status import merged, remains
 from .placement import Place, check, environment_here, places
 from .resuming import Resuming
 from .stage import Dispatch, Merge
 
-SHOW_S = 0.1  # between two updates of the views, which take half a millisecond; `refresh` updates them at once
 SAME = ("model_id", "device", "dtype", "vocab_size", "attention_backend", "block_size")  # of all processes' models
 
 
@@ -55,6 +52,7 @@ class FleetEngine(SplitEngine):
         "before=merge": "after=merge",
         "after=dispatch": "before=dispatch",
     }
+    to_loop = TO_CORES
     max_engines = 64
 
     def _make_cores(self) -> tuple[InflightRequests, Sequence[EngineCore]]:
@@ -62,10 +60,10 @@ class FleetEngine(SplitEngine):
         check(self.config)
         self._merged = make_merged(count, self._env.now)
         self._places = self._make_places()
-        self._statuses: dict[int, CoreStatus] = {}  # by core, of those that live
-        self._ended: CoreStatus | None = None  # the counts of those that have died
+        self._reports: dict[int, CoreReport] = {}  # by core, of those that live
+        self._is_merged = False  # whether the report of all has the last one of each
+        self._ended: CoreReport | None = None  # the counts of those that have died
         self._resuming: Resuming | None = None
-        self._showing: asyncio.TimerHandle | None = None  # of the next update of the views
         table = FleetRequests(count)
         cores = [
             EngineCore(
@@ -129,16 +127,6 @@ class FleetEngine(SplitEngine):
 
     # -- start and stop
 
-    def _show(self, parts: FrontStages) -> None:
-        now_s = self._env.now()
-        for core in self.cores:
-            assert core.info is not None
-            views, channels, _ = core_views(core.requests, core.tokens.name, self.config, now_s)
-            core.view = RemoteCoreView(self.config, core.info, views, channels, self._table.request_id)
-        joint = joint_config(self.config)
-        self._shown = show_core(parts, parts.requests, self._merged.name, joint, now_s)
-        parts.pipeline.channels[self._merged.name] = self._merged
-
     async def _warm_up_or_die(self, core: EngineCore) -> None:
         self._set.only = core
         try:
@@ -170,10 +158,6 @@ class FleetEngine(SplitEngine):
             await self._resuming.stop()
         await super()._stop_keepers()
 
-    async def stop(self, cause: str = "server_shutdown") -> None:
-        await super().stop(cause)
-        self._stop_showing()
-
     async def _start_again(self, core: EngineCore) -> EngineClient:
         client = await super()._start_again(core)
         if core.info is None or any(getattr(core.info, name) != getattr(self.info, name) for name in SAME):
@@ -195,10 +179,9 @@ class FleetEngine(SplitEngine):
         return alive[0] if alive else Health("loading", stage="engine", reason="no engine process is left; some start")
 
     def _core_lost(self, core: EngineCore) -> None:
-        self._statuses.pop(core.index, None)
-        if (status := core.status) is not None:
-            core.status = None
-            self._ended = merged({0: remains(status)}, [] if self._ended is None else [self._ended], 0)
+        if (report := self._reports.pop(core.index, None)) is not None:
+            self._ended = merged({0: remains(report)}, [] if self._ended is None else [self._ended], 0)
+            self._is_merged = False
         self._set.note_change()
 
     def _core_changed(self) -> None:
@@ -221,7 +204,7 @@ class FleetEngine(SplitEngine):
         self._report_crash("engine", engine_side_error("EngineDied", ()), there)
 
     def is_stopped_by(self, stall: Stall) -> bool:
-        is_there = stall.name.partition(".")[0] in CORE or stall.name == self._front().requests.name
+        is_there = stall.name.partition(".")[0] in CORE or stall.name == DISPATCHED
         return not (is_there and any(self._goes_on(core, stall.waited_s) for core in self.cores))
 
     def _goes_on(self, core: EngineCore, timeout_s: float) -> bool:
@@ -232,10 +215,12 @@ class FleetEngine(SplitEngine):
 
     def _stall_in(self, core: EngineCore, timeout_s: float) -> Stall | None:
         """Where one process has made no progress for so long, though it has requests."""
-        if core.view is None or cast(FleetRequests, self._table).is_idle(core.index):
+        report = core.report
+        if report is None or cast(FleetRequests, self._table).is_idle(core.index):
             return None
-        seen = SimpleNamespace(env=self._env, watch=self._front().pipeline.watch, runners=core.view.runners)
-        return find_stall(cast(Any, seen), timeout_s)
+        channels = {one.name: one for one in (*report.channels, channel_status(core.requests))}
+        status = PipelineStatus({stage.name: stage for stage in report.stages}, channels, ())
+        return find_stall(self._front().pipeline, timeout_s, status)
 
     # -- state
 
@@ -253,28 +238,31 @@ class FleetEngine(SplitEngine):
         for index, part in parts.items():
             yield self.cores[index], part
 
-    def _show_status(self, core: EngineCore, status: CoreStatus) -> None:
-        super()._show_status(core, status)
-        core.status = self._statuses[core.index] = status
-        if self._showing is None:
-            self._showing = asyncio.get_running_loop().call_later(SHOW_S, self._show_all, context=Context())
+    def _note_report(self, core: EngineCore) -> None:
+        assert core.report is not None
+        self._reports[core.index] = core.report
+        self._is_merged = False
 
-    def _show_all(self) -> None:
-        """Updates the views of all processes together."""
-        self._stop_showing()
-        if self._shown is not None and self._statuses:
-            known = dict(sorted(self._statuses.items()))
+    def _merge(self) -> None:
+        """Makes one report of those of all processes, if there is a new one. It takes half a millisecond."""
+        if self._reports and not self._is_merged:
+            self._is_merged = True
             ended = [] if self._ended is None else [self._ended]
-            self._shown.update(merged(known, ended, self.config.max_num_seqs))
+            reports = dict(sorted(self._reports.items()))
+            self._take_report(merged(reports, ended, self.config.max_num_seqs, len(self.cores)))
 
-    def _stop_showing(self) -> None:
-        if self._showing is not None:
-            self._showing.cancel()
-            self._showing = None
+    def _reported(self) -> CoreReport:
+        self._merge()
+        return super()._reported()
+
+    def _join(self, own: PipelineStatus) -> PipelineStatus:
+        self._merge()
+        dispatched = {DISPATCHED: dispatched_status(self.cores)}
+        return super()._join(replace(own, channels={**dispatched, **own.channels}))
 
     async def refresh(self, *, with_blocks: bool = False, with_stacks: bool = False) -> None:
         await super().refresh(with_blocks=with_blocks, with_stacks=with_stacks)
-        self._show_all()
+        self._merge()
 
     @property
     def engines(self) -> list[dict[str, Any]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any
 
 from ...runtime.channel import ChannelStats
 from ...runtime.pipeline import Pipeline
+from ...runtime.pipeline_status import ChannelStatus
 from ..config import EngineConfig
 from ..engine.wiring import LoadedText
 from ..grammar.compiled import Grammars
@@ -19,6 +19,8 @@ from .core_set import CoreSet
 from .fleet_requests import FleetRequests
 from .merged_channel import MergedChannel
 from .stage import Dispatch, Merge
+
+DISPATCHED = "->".join(TO_CORES)  # the channels to the engine processes, as one
 
 
 class FleetStages(FrontStages):
@@ -34,7 +36,7 @@ class FleetStages(FrontStages):
         merged: MergedChannel,
     ) -> None:
         self.dispatch, self.merge = Dispatch(cores), Merge(config.max_num_seqs)
-        super().__init__(joint_config(config), loaded, grammars, table, DispatchedView(cores.cores), merged)
+        super().__init__(joint_config(config), loaded, grammars, table, None, merged)
 
     def _make_pipeline(self) -> Pipeline:
         stages = (self.intake, self.tokenize, self.dispatch, self.merge, self.detokenize, self.exit)
@@ -60,43 +62,10 @@ def make_merged(count: int, clock: Callable[[], float]) -> MergedChannel:
     return MergedChannel("->".join(TO_MERGE), count * TEXT_CAPACITY, clock)
 
 
-class DispatchedView:
-    """All channels to the engine processes, as one. It takes nothing."""
-
-    def __init__(self, cores: Sequence[EngineCore]) -> None:
-        self.name = "->".join(TO_CORES)
-        self._channels = [core.requests for core in cores]
-        self.is_closed = False
-
-    def __len__(self) -> int:
-        return sum(map(len, self._channels))
-
-    def __bool__(self) -> bool:
-        return True
-
-    @property
-    def capacity(self) -> int:
-        return sum(channel.capacity for channel in self._channels)
-
-    @property
-    def num_waiting(self) -> int:
-        return 0  # dispatch waits for all of them at once
-
-    @property
-    def num_promised(self) -> int:
-        return 0
-
-    @property
-    def waiting_since(self) -> float:
-        return min((channel.waiting_since for channel in self._channels if len(channel)), default=math.inf)
-
-    def stats(self) -> ChannelStats:
-        stats = [channel.stats() for channel in self._channels]
-        return ChannelStats(*(sum(getattr(one, field.name) for one in stats) for field in fields(ChannelStats)))
-
-    def peek(self, most: int) -> list[Any]:
-        return [item for channel in self._channels for item in channel.peek(most)][:most]
-
-    def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
+def dispatched_status(cores: Sequence[EngineCore]) -> ChannelStatus:
+    """All channels to the engine processes, as one. No sender waits: dispatch waits for all of them at once."""
+    channels = [core.requests for core in cores]
+    stats = [channel.stats() for channel in channels]
+    joint = ChannelStats(*(sum(getattr(one, field.name) for one in stats) for field in fields(ChannelStats)))
+    since = min((channel.waiting_since for channel in channels if len(channel)), default=math.inf)
+    return ChannelStatus(DISPATCHED, joint, 0, since)

@@ -19,6 +19,7 @@ from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
 from ...runtime.processes.wire import WireError
 from ...runtime.trace.tracer import ring_bytes
 from ..config import EngineConfig
+from ..engine.engine_status import CoreReport
 from ..executor.engine_host import StartHost
 from ..messages import StepTokens, TokenRequest
 from ..outputs import ModelInfo
@@ -26,9 +27,8 @@ from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE
 from .inflight_requests import InflightRequests
 from .process_client import MODULE, EngineClient, EngineDied
 from .process_keeper import ProcessKeeper
-from .protocol import CoreStatus, EngineReady, Setup, StatusQuery
+from .protocol import EngineReady, Setup, StatusQuery
 from .remote_adapters import RemoteAdapters
-from .remote_views import RemoteCoreView
 
 NUM_RINGS = 7  # of the trace, for threads of the engine process: loop, device, completion, grammars, the pool's first
 MIN_START_S = 120.0  # that a successor may take to start; longer if the first process took long
@@ -91,8 +91,8 @@ class EngineCore:
         self.client: EngineClient | None = None
         self.keeper: ProcessKeeper | None = None
         self.info: ModelInfo | None = None  # of the present process
-        self.view: RemoteCoreView | None = None  # once the engine has started
-        self.status: CoreStatus | None = None  # the last one of the present process, if the owner keeps it
+        self.report: CoreReport | None = None  # the last one
+        self.last_granted = -1  # step, by the last report
         self.adapters = RemoteAdapters(lambda: self.client)
         self.files: list[int] = []  # descriptors of the trace's rings
         self.last_step = first_step - STEPS_APART  # of which tokens came
@@ -147,10 +147,9 @@ class EngineCore:
 
         Raises whatever prevents the start.
         """
-        granted = -1 if self.view is None else self.view.scheduler.last_granted
         try:
             async with asyncio.timeout(self._start_limit_s):
-                await self.start(config, max(self.last_step, granted) + STEPS_APART)
+                await self.start(config, max(self.last_step, self.last_granted) + STEPS_APART)
                 await prepare()
         except BaseException:
             if self.client is not None:
@@ -192,6 +191,9 @@ class EngineCore:
             log.warning("engine_process.killed", engine=self.index, pid=self.client.pid, reason=reason)
             return True
         return False
+
+    def note_report(self, report: CoreReport) -> None:
+        self.report, self.last_granted = report, report.core.scheduler.last_granted
 
     # -- supervision
 

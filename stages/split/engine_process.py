@@ -38,6 +38,8 @@ from ...runtime.workers.thread_start import ThreadNotStarted
 from ..allocate.prefix_tree import read_prefix_tree
 from ..config import EngineConfig, not_for_encoders
 from ..device.device import Device
+from ..engine.engine_status import CoreReport
+from ..engine.read_status import read_core
 from ..engine.wiring import CoreStages
 from ..errors import ConfigError, Failed
 from ..loading.model_files import check_same_files, file_digests
@@ -65,7 +67,6 @@ from .protocol import (
     StatusReply,
     Stop,
 )
-from .status import read_status
 
 PROGRESS_S = 0.5  # between two messages about loading
 
@@ -337,8 +338,10 @@ class EngineProcess:
 
     def _send_status(self, *, with_blocks: bool = False) -> None:
         assert self._core is not None and self._pipeline is not None
-        counted_here = [name for name in self._pipeline.channels if name != self._requests.name]
-        self._post(read_status(self._core, self._pipeline, counted_here, with_blocks=with_blocks))
+        status = self._pipeline.status()
+        counted_here = [channel for name, channel in status.channels.items() if name != self._requests.name]
+        core = read_core(self._core, with_sequences=True, with_blocks=with_blocks)
+        self._post(CoreReport(core, list(status.stages.values()), counted_here))
 
     def _admitted(self, started: Sequence[Started]) -> None:
         """Reports it before their first step is submitted: the front process must know what ended this one."""

@@ -1,14 +1,16 @@
-"""The front process's stages, and the views that stand for the step loop."""
+"""The front process's stages, and the status of these and the step loop as of one pipeline."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from ...runtime.channel import Channel
 from ...runtime.graph import Edge, Port
 from ...runtime.pipeline import Pipeline
+from ...runtime.pipeline_status import ChannelStatus, PipelineStatus, StageStatus
 from ...runtime.stage import Stage
-from ...runtime.stage_runner import StageRunner
 from ..adapters.store import AdapterStore
 from ..allocate.stage import Allocate
 from ..config import EngineConfig
@@ -19,6 +21,7 @@ from ..grammar.compiled import Grammars
 from ..pipeline import (
     ENTRY_CAPACITY,
     TEXT_CAPACITY,
+    TO_SCHEDULE,
     build_core_pipeline,
     build_front_pipeline,
 )
@@ -26,7 +29,6 @@ from ..sample.stage import Sample
 from ..schedule.stage import Schedule
 from .inflight_requests import InflightRequests
 from .remote_adapters import AdaptersThere
-from .remote_views import RemoteChannelView, RemoteCoreView, RemoteRunnerView, RemoteStageView
 
 CORE: dict[str, type[Stage[Any, Any]]] = {
     "schedule": Schedule,
@@ -87,52 +89,48 @@ class FrontStages(TextStages):
         return "schedule", outbox.has_started
 
 
-def core_views(
-    requests: Any, tokens: str, config: EngineConfig, now_s: float
-) -> tuple[dict[str, RemoteRunnerView], dict[str, Any], list[Edge]]:
-    """Views of an engine process's stages and channels, by name, and the edges between the stages.
+class JoinedPipeline:
+    """Joins the status of the front process's pipeline and that of the step loop to one of all seven stages.
 
-    `requests` is the channel to it, `tokens` the name of the one from it.
+    They are in the order of the data flow, the loop before the stage that gets its tokens. `requests` and `tokens` name
+    the channels between the two.
     """
-    loop = build_core_pipeline(*map(PortsOnly, CORE.values()), steps_in_flight=config.steps_in_flight)
-    channels: dict[str, Any] = {edge.name: RemoteChannelView(edge.name, edge.capacity or 0) for edge in loop.edges}
-    inputs: dict[str, dict[str, Any]] = {name: {} for name in CORE}
-    for edge in loop.edges:
-        inputs[edge.target.stage][edge.target.port] = channels[edge.name]
-    inputs["schedule"]["in"] = requests
-    channels[tokens] = RemoteChannelView(tokens, TEXT_CAPACITY)
-    mirrors = {
-        name: RemoteRunnerView(name, RemoteStageView(kind), {port: inputs[name][port] for port in kind.inputs}, now_s)
-        for name, kind in CORE.items()
-    }
-    return mirrors, channels, loop.edges
 
+    def __init__(self, pipeline: Pipeline, requests: str, tokens: str, steps_in_flight: int) -> None:
+        loop = build_core_pipeline(*map(PortsOnly, CORE.values()), steps_in_flight=steps_in_flight).edges
+        to_loop, from_loop = reach = _reaching_edges(requests, tokens, pipeline)
+        places = [one for name in pipeline.stages for one in (*(CORE if name == from_loop.target.stage else ()), name)]
+        self._order = {name: place for place, name in enumerate(places)}
+        edges = [*loop, *pipeline.edges, *reach]
+        self._edges = tuple(sorted(edges, key=lambda edge: self._order[edge.source.stage]))
+        self._flow = {edge.name: place for place, edge in enumerate(self._edges)}
+        self._reported = {*(edge.name for edge in loop), tokens}  # the others this process counts by itself
+        # a stage of one's own may be between the channels and their stages
+        names = {requests: to_loop.name, "->".join(TO_SCHEDULE): to_loop.name, tokens: from_loop.name}
+        self._names = {name: there for name, there in names.items() if name != there}
 
-def show_core(parts: FrontStages, requests: Any, tokens: str, config: EngineConfig, now_s: float) -> RemoteCoreView:
-    """Adds views of the engine process's stages and channels to a running pipeline.
+    def join(
+        self, own: PipelineStatus, stages: Sequence[StageStatus], channels: Sequence[ChannelStatus]
+    ) -> PipelineStatus:
+        """The status of all; `stages` and `channels` are of the step loop."""
+        known = {**own.stages, **{stage.name: stage for stage in stages}}
+        joint = {**own.channels} | {channel.name: channel for channel in channels if channel.name in self._reported}
+        for name in self._names.keys() & joint.keys():
+            channel = replace(joint.pop(name), name=self._names[name])
+            joint[channel.name] = channel
+        flow = sorted(joint.items(), key=lambda pair: self._flow.get(pair[0], -1))
+        return PipelineStatus(
+            {name: self._renamed(known[name]) for name in self._order if name in known}, dict(flow), self._edges
+        )
 
-    They are in the order of the data flow, before the stage that gets their tokens. Observers then see all seven
-    stages. Returns the `RemoteCoreView` that updates the views. `requests` and `tokens` are as for `core_views`.
-    """
-    pipeline = parts.pipeline
-    mirrors, channels, loop = core_views(requests, tokens, config, now_s)
-    to_loop, from_loop = reach = _reaching_edges(requests.name, tokens, pipeline)
-    stages, runners, own = list(pipeline.stages), dict(pipeline.runners), dict(pipeline.channels)
-    order = [one for name in stages for one in ((*CORE, name) if name == from_loop.target.stage else (name,))]
-    shown = cast("dict[str, StageRunner]", {name: runners.get(name) or mirrors.get(name) for name in order})
-    pipeline.runners.clear()
-    pipeline.runners.update(shown)
-    pipeline.stages = {name: runner.stage for name, runner in shown.items()}
-    edges = [*loop, *pipeline.edges, *reach]
-    places = {name: place for place, name in enumerate(order)}
-    pipeline.edges = sorted(edges, key=lambda edge: places[edge.source.stage])
-    all_channels: dict[str, Any] = {to_loop.name: requests} | own | channels
-    if requests.name != to_loop.name:  # between stages of one's own
-        all_channels.pop(requests.name, None)
-    all_channels[from_loop.name] = all_channels.pop(tokens)
-    flow = {edge.name: place for place, edge in enumerate(pipeline.edges)}
-    pipeline.channels = dict(sorted(all_channels.items(), key=lambda pair: flow.get(pair[0], -1)))
-    return RemoteCoreView(config, parts.loaded.info, mirrors, pipeline.channels | channels, parts.table.request_id)
+    def _renamed(self, stage: StageStatus) -> StageStatus:
+        """The stage, with the channels' names of the joint pipeline."""
+        names = self._names
+        if names.keys().isdisjoint({*stage.inputs.values(), stage.blocked_on}):
+            return stage
+        inputs = {port: names.get(name, name) for port, name in stage.inputs.items()}
+        blocked_on = stage.blocked_on and names.get(stage.blocked_on, stage.blocked_on)
+        return replace(stage, inputs=inputs, blocked_on=blocked_on)
 
 
 def _reaching_edges(requests: str, tokens: str, pipeline: Pipeline) -> tuple[Edge, Edge]:

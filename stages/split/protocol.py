@@ -3,7 +3,7 @@
     Setup, RequestsEnded, ControlCauses, StatusQuery,
     ReadAdapter, DropAdapter, Stop                             front  -> engine
     EngineReady, ModelLoading, NotStarted, RequestFailed,
-    ServiceTimes, Admitted, Crashed, Broken, StatusReply, CoreStatus         engine -> front
+    ServiceTimes, Admitted, Crashed, Broken, StatusReply, CoreReport         engine -> front
 
 Plain data. The items are `TokenRequest` and `StepTokens`, from `stages/messages.py`. `CODEC` lists all types sent.
 """
@@ -13,24 +13,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ...model.pooling import PoolingConfig
 from ...runtime.channel import ChannelStats
 from ...runtime.crash_recovery import StageCrashed
 from ...runtime.fault_injection import Fault
-from ...runtime.message import Moment, message
+from ...runtime.message import message
 from ...runtime.processes.wire import Codec
 from ...runtime.startup.load_progress import LoadState
 from ..beam_search.algorithm import CandidateParams
 from ..config import EngineConfig
+from ..engine.engine_status import STATUS_TYPES
 from ..errors import Failed, Refused, RequestError
 from ..memory_table import MachineMemory, MemoryTable, MemoryUse
 from ..messages import (
     AdapterRef,
     Begun,
-    Ints,
     Pooled,
     PromptLogprobs,
     PromptProgress,
@@ -236,97 +233,6 @@ class DropAdapter:
     residence: int = 0  # of the card that the front process has
 
 
-# -- status of the engine process
-
-
-@message
-class AdapterSlotsStatus:
-    """The device slots of adapters, and the sequences that wait for one."""
-
-    slots: Sequence[tuple[str, str, int]]  # (state, digest, sequences that hold it), from slot 1 on
-    num_loads: int
-    waiting: Mapping[str, int]  # sequences by digest
-    num_owed: int
-
-
-@message
-class StageStatus:
-    """The status of one stage."""
-
-    name: str
-    idle: float
-    busy: float
-    blocked: float
-    num_restarts: int
-    num_dropped: int
-    is_busy: bool
-    last_progress_s: Moment
-    busy_since_s: Moment
-    blocked_on: str | None  # edge
-    blocked_since_s: Moment
-    expected_s: float
-    waits_for: str | None
-    has_work: bool
-    unwanted_ports: Sequence[str]
-    wants: Sequence[str]  # ports
-    wait_us: Sequence[int]  # counts by bucket, then the sum
-    service_us: Sequence[int]
-
-
-@message
-class EdgeStatus:
-    """The status of one channel."""
-
-    name: str
-    stats: ChannelStats
-    num_waiting: int
-    waiting_since: Moment
-
-
-@message
-class PoolStatus:
-    """The numbers of blocks on the device or the host, by state."""
-
-    num_blocks: int
-    num_free: int
-    num_in_use: int
-    num_shared: int
-    num_cached: int
-    num_quarantined: int
-
-
-@message
-class BlockStatus:
-    """The state and owner of each block. Sent only on request."""
-
-    state: NDArray[np.int8]  # [N]
-    num_tables: Ints  # [N]
-    table_blocks: Ints  # [sum of num_blocks by slot] slot by slot, in token order
-
-
-@message
-class CoreStatus:
-    """The status of the engine process for observers, all at one point in time."""
-
-    stages: Sequence[StageStatus]
-    edges: Sequence[EdgeStatus]
-    figures: Mapping[str, Any]  # of the scheduler, by their names there
-    preemptions: Mapping[tuple[str, str], int]
-    drafts: Mapping[str, Any]  # of its speculation
-    sequences: Sequence[NDArray[Any]]  # columns: id, state, slot, num_prompt, limit, num_preempted, is_parked
-    num_generated: NDArray[np.intp]  # [S]
-    num_held: Ints  # [S] blocks of each slot
-    waste: float  # unused share of the blocks held
-    pool: PoolStatus
-    host_pool: PoolStatus | None
-    swaps_refused: tuple[int, int]  # host full, or slower
-    prefixes: tuple[int, int, int] | None  # tokens looked up, found, and found on the host
-    step_tokens: Sequence[int]  # counts by bucket, then the sum
-    idle_gaps: Sequence[int] | None  # likewise; None if the device is not asynchronous
-    blocks: BlockStatus | None = None
-    adapters: AdapterSlotsStatus | None = None  # None: none are served
-
-
 CODEC = Codec(
     [
         *(TokenRequest, AdapterRef, StepTokens, Started, TopLogprobs, Pooled, Begun, PromptLogprobs, PromptProgress),
@@ -334,7 +240,8 @@ CODEC = Codec(
         *(Setup, EngineReady, ModelLoading, LoadState, NotStarted, Stop, Broken, Crashed, EngineConfig),
         *(ModelInfo, WeightUse, Rates, MemoryTable, MemoryUse, MachineMemory, PoolingConfig, CaptureReport, GraphBatch),
         *(RequestsEnded, ControlCauses, RequestFailed, ServiceTimes, Admitted, StatusQuery, StatusReply, Fault),
-        *(ReadAdapter, AdapterCard, DropAdapter, AdapterSlotsStatus),
-        *(CoreStatus, StageStatus, EdgeStatus, PoolStatus, BlockStatus, ChannelStats),
+        *(ReadAdapter, AdapterCard, DropAdapter),
+        *STATUS_TYPES,
+        ChannelStats,
     ]
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
@@ -20,29 +20,28 @@ from typing import Any, ClassVar, cast
 from ...runtime.env.log import get_logger
 from ...runtime.fault_injection import Fault
 from ...runtime.health.stalls import Stall, find_stall
-from ...runtime.histogram import Histogram
 from ...runtime.pipeline import Health, NotServing, Pipeline
+from ...runtime.pipeline_status import PipelineStatus
 from ...runtime.processes.type_fields import VersionError
 from ...runtime.processes.wire import WireError
 from ...runtime.stage import Stage
 from ...runtime.startup.phases import Phases
 from ...runtime.wakeups import Wakeup
-from ..allocate.block_pool import BlockPool, BlockTables
-from ..allocate.host_tier import HostTier
-from ..allocate.prefix_cache import PrefixCache
 from ..config import EngineConfig
 from ..engine.engine import Engine
+from ..engine.engine_status import BlockStatus, CoreReport, EngineStatus
 from ..engine.placed_stages import PlacedStage
+from ..engine.read_status import owners_of
 from ..engine.wiring import LoadedText, TextStages, sketch
 from ..errors import ConfigError, Failed
 from ..exit.outboxes import RequestOutbox
 from ..grammar.compiled import Grammars
 from ..messages import TokenRequest
 from ..outputs import ModelInfo
-from ..pipeline import build_front_pipeline
-from ..schedule.scheduler import LOAD_FAILED, Scheduler
+from ..pipeline import TO_SCHEDULE, build_front_pipeline
+from ..schedule.scheduler import LOAD_FAILED
 from .engine_core import EngineCore
-from .front import CORE, FrontStages, TriedGrammars, show_core
+from .front import CORE, FrontStages, JoinedPipeline, TriedGrammars
 from .inflight_requests import InflightRequests
 from .process_client import ANSWER_S, MODULE, EngineClient, EngineDied
 from .process_keeper import ProcessKeeper
@@ -50,7 +49,6 @@ from .protocol import (
     Admitted,
     Broken,
     ControlCauses,
-    CoreStatus,
     Crashed,
     EngineReady,
     ModelLoading,
@@ -60,7 +58,6 @@ from .protocol import (
     engine_side_error,
 )
 from .remote_adapters import AdaptersThere
-from .remote_views import RemoteCoreView
 
 STALL_S = 300.0  # without progress, though it sends messages: it is replaced; a large step on a slow machine is shorter
 SUSPECT_S = 2.0  # without progress: it is asked for the stacks of its tasks
@@ -77,6 +74,7 @@ class SplitEngine(Engine):
 
     mode = "split"
     module = MODULE  # that a process runs
+    to_loop: ClassVar[tuple[str, str]] = TO_SCHEDULE  # the channel to the engine process
     # the ends of the step loop, by what is in this process
     nearest: ClassVar[dict[str, str]] = {"before=schedule": "after=tokenize", "after=sample": "before=detokenize"}
 
@@ -90,7 +88,9 @@ class SplitEngine(Engine):
         if self._opening is not None:
             raise ConfigError(f"{self._setting}: the engine process loads the model itself; give no opening")
         self._table, self.cores = self._make_cores()
-        self._shown: RemoteCoreView | None = None  # the step loop, for observers
+        self._joined: JoinedPipeline | None = None  # once the stages run
+        self._report: CoreReport | None = None  # the last one of the step loop
+        self._blocks: BlockStatus | None = None  # of the last report that has them
         self._faults_there: list[Fault] = []
         self._gone: list[tuple[str, range, int | None]] = []  # ended requests, their sequences, and where they ran
         self._stack_refresh: asyncio.Task[None] | None = None
@@ -218,11 +218,15 @@ class SplitEngine(Engine):
             await self._warm_up_or_die(core)
         self._start_keepers(parts)
         await self.refresh()
+        while self._report is None and self.health.state != "dead":  # observers need one from now on
+            await self._env.sleep(REFRESH_S / 10)
+            await self.refresh()
 
     def _show(self, parts: FrontStages) -> None:
-        """Adds views of the step loop to the pipeline."""
-        (core,) = self.cores
-        core.view = self._shown = show_core(parts, core.requests, core.tokens.name, self.config, self._env.now())
+        """Adds the step loop to the status of the pipeline."""
+        requests = "->".join(self.to_loop)
+        self._joined = JoinedPipeline(parts.pipeline, requests, parts.tokens.name, self.config.steps_in_flight)
+        parts.pipeline.join_status = self._join
 
     def _start_keepers(self, parts: FrontStages) -> None:
         (core,) = self.cores
@@ -250,8 +254,10 @@ class SplitEngine(Engine):
     async def stop(self, cause: str = "server_shutdown") -> None:
         """As `Engine.stop`; also ends the engine processes."""
         await self._stop_keepers()
-        has_started = self._shown is not None
+        has_started = self._joined is not None
         await super().stop(cause)
+        for core in self.cores:
+            core.requests.close()
         await asyncio.gather(*(core.stop(has_started=has_started) for core in self.cores))
 
     async def _stop_keepers(self) -> None:
@@ -334,8 +340,9 @@ class SplitEngine(Engine):
         if not isinstance(parts, FrontStages):
             return  # not started yet, or stopped
         match word:
-            case CoreStatus():
-                self._show_status(core, word)
+            case CoreReport():
+                core.note_report(word)
+                self._note_report(core)
             case ServiceTimes():
                 for request_id, service_us in word.times_us.items():
                     parts.exit.note_service(request_id, word.stage, service_us)
@@ -354,9 +361,15 @@ class SplitEngine(Engine):
             case _:
                 log.error("link.refused", word=type(word).__name__, reason="not a message of the engine process")
 
-    def _show_status(self, core: EngineCore, status: CoreStatus) -> None:
-        if core.view is not None:
-            core.view.update(status)
+    def _note_report(self, core: EngineCore) -> None:
+        """A process has reported the state of its step loop."""
+        self._take_report(core.report)
+
+    def _take_report(self, report: CoreReport | None) -> None:
+        """Keeps the report of the step loop, for observers."""
+        self._report = report
+        if report is not None and report.core.cache.blocks is not None:
+            self._blocks = report.core.cache.blocks
 
     def _report_crash(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
         for callback in self._front().pipeline.on_crash:
@@ -435,38 +448,27 @@ class SplitEngine(Engine):
         """Raises: the blocks are in another process. Use `forget_prefixes`."""
         raise RuntimeError("mode = split: await forget_prefixes() instead, as the engine is another process")
 
-    @property
-    def scheduler(self) -> Scheduler:
-        return cast(Scheduler, self._seen().scheduler)
+    def status(self, *, with_sequences: bool = False, with_blocks: bool = False) -> EngineStatus:
+        """As `Engine.status`. The blocks are those of the last `refresh` with blocks; None before."""
+        pipeline, core = self.pipeline.status(), self._reported().core
+        owners: Mapping[int, str] = {}
+        if (with_sequences or with_blocks) and core.sequences is not None:
+            owners = owners_of(core.sequences, self._table.request_id)
+        if with_blocks:
+            core = replace(core, cache=replace(core.cache, blocks=self._blocks))
+        return EngineStatus(pipeline, core, owners)
 
-    @property
-    def pool(self) -> BlockPool:
-        return cast(BlockPool, self._seen().pool)
-
-    @property
-    def host_tier(self) -> HostTier | None:
-        return cast("HostTier | None", self._seen().host)
-
-    @property
-    def block_tables(self) -> BlockTables:
-        return cast(BlockTables, self._seen().tables)
-
-    @property
-    def prefix_cache(self) -> PrefixCache | None:
-        return cast("PrefixCache | None", self._seen().cache)
-
-    @property
-    def idle_gaps_us(self) -> Histogram | None:
-        return self._seen().idle_gaps_us
-
-    @property
-    def step_tokens(self) -> Histogram:
-        return self._seen().step_tokens
-
-    def _seen(self) -> RemoteCoreView:
-        if self._shown is None or self._parts is None:
+    def _reported(self) -> CoreReport:
+        """The last report of the step loop. Raises `NotServing` if there is none."""
+        if self._parts is None or self._report is None:
             raise NotServing(self.health)
-        return self._shown
+        return self._report
+
+    def _join(self, own: PipelineStatus) -> PipelineStatus:
+        """The status of all stages; before the first report of those in this process."""
+        if self._joined is None or self._report is None:
+            return own
+        return self._joined.join(own, self._report.stages, self._report.channels)
 
     def _front(self) -> FrontStages:
         assert isinstance(self._parts, FrontStages)

@@ -5,10 +5,12 @@ The data has the format of `snapshots.py`, which describes a running engine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from ....stages.allocate.prefix_tree import read_prefix_tree
+from ....stages.engine.read_status import read_blocks, read_cache, read_owners, read_scheduler
 from ....stages.recordings.film import RecordedRequest
 from ....stages.recordings.time_machine import Preemption, TimeMachine
 from ....stages.schedule.sequence import Sequence
@@ -49,10 +51,12 @@ class PlaybackPosition:
         self.time_s = time_s
 
     def block_owners(self) -> BlockOwners:
-        """Pool, block tables and scheduler at the position. Valid until the next `go`."""
-        core = self._machine.core
-        allocator = core.allocate.allocator
-        return BlockOwners(allocator.pool, allocator.tables, core.schedule.scheduler)
+        """The blocks at the position."""
+        allocator = self._machine.core.allocate.allocator
+        return BlockOwners(read_blocks(allocator), self._owners(), allocator.pool.block_size)
+
+    def _owners(self) -> Mapping[int, str]:
+        return read_owners(self._machine.core.schedule.scheduler)
 
     def position(self) -> dict[str, Any]:
         """The position, and the counts of steps and requests up to it."""
@@ -63,12 +67,11 @@ class PlaybackPosition:
     def overview(self) -> dict[str, Any]:
         """As `snapshots.overview`."""
         core = self._machine.core
-        allocator = core.allocate.allocator
-        host = None if allocator.host is None else allocator.host.pool
+        scheduler = read_scheduler(core.schedule.scheduler)
         health = {"state": "replay", "stage": None, "reason": None}
-        figures = core_figures(core.schedule.scheduler, allocator.cache, allocator.pool, host)
+        figures = core_figures(scheduler, read_cache(core.allocate.allocator))
         found = {"health": health, "num_live": len(self._live())} | figures
-        return found | adapter_slots(core.schedule.scheduler.adapters, {})
+        return found | adapter_slots(scheduler.adapters, {})
 
     def requests(self, window: RequestWindow) -> dict[str, Any]:
         """The shown part of the list of live requests."""
@@ -78,7 +81,7 @@ class PlaybackPosition:
     def prefixes(self) -> dict[str, Any]:
         """The tree of the prefix cache; {} without one."""
         tree = read_prefix_tree(self._machine.core.allocate.allocator)
-        return {} if tree is None else with_names(tree, self.block_owners().owners(), {})
+        return {} if tree is None else with_names(tree, self._owners(), {})
 
     def preemptions(self) -> dict[str, Any]:
         """The last preemptions, newest first, each with its reason."""
@@ -94,9 +97,9 @@ class PlaybackPosition:
         return live
 
     def _row(self, recorded: RecordedRequest, sequences: list[Sequence]) -> dict[str, Any]:
-        block_owners = self.block_owners()
+        core = self._machine.core
         slots = [sequence.slot for sequence in sequences if sequence.slot >= 0]
-        generated_by_slot = block_owners.scheduler.slots.num_generated
+        generated_by_slot = core.schedule.scheduler.slots.num_generated
         num_generated = sum(
             int(generated_by_slot[one.slot]) if one.slot >= 0 else len(one.token_ids) - one.num_prompt
             for one in sequences
@@ -118,7 +121,7 @@ class PlaybackPosition:
             "num_cached_tokens": recorded.num_cached_tokens if has_begun else 0,
             "num_generated_tokens": num_generated,
             "max_tokens": sum(sequence.limit - sequence.num_prompt for sequence in sequences) or None,
-            "num_blocks": int(block_owners.block_tables.num_blocks[slots].sum()) if slots else 0,
+            "num_blocks": int(core.allocate.allocator.tables.num_blocks[slots].sum()) if slots else 0,
             "priority": recorded.priority,
             "num_preempted": sum(sequence.num_preempted for sequence in sequences),
         } | self._adapter(sequences)

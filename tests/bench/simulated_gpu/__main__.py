@@ -191,7 +191,8 @@ async def _ask(engine: Engine, number: int, prompt: list[int], num_answer: int) 
 async def _idle_us(engine: Engine) -> float:
     if isinstance(engine, SplitEngine):
         await engine.refresh()
-    gaps = engine.idle_gaps_us
+    core = engine.status().core
+    gaps = None if core is None else core.idle_gaps_us
     assert gaps is not None
     return float(gaps.total)
 

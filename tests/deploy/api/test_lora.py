@@ -221,7 +221,7 @@ def test_observers_see_adapters_in_slots_who_waits_for_one_and_who_got_it(
             assert (
                 found["id"] == "second" and LiveRequests().page(engine, RequestWindow(search="irst"))["num_live"] == 1
             )
-            adapters = snapshots.overview(engine, engine.health)["adapters"]
+            adapters = snapshots.overview(engine, engine.status(), engine.health)["adapters"]
             assert adapters["slots"] == [{"slot": 1, "state": "resident", "adapter": "one", "num_running": 1}]
             assert adapters["waiting"] == [{"adapter": "two", "num_waiting": 1}]
             urgent = asyncio.ensure_future(tokens(engine, PROMPTS[0], "three", request_id="urgent"))
@@ -428,7 +428,7 @@ def test_a_new_engine_process_goes_on_with_the_adapters_of_the_requests_in_progr
     async def live() -> None:
         async with engine_of(folder, SplitEngine, lora_modules=modules, **slow) as engine:
             running = [asyncio.ensure_future(tokens(engine, PROMPTS[0], name)) for name in ("kept", None, "gone")]
-            while engine.scheduler.num_running < 3:  # noqa: ASYNC110 - of another process
+            while engine.status().core.scheduler.num_running < 3:  # type: ignore[union-attr] # noqa: ASYNC110
                 await asyncio.sleep(0.01)
                 await engine.refresh()
             shutil.rmtree(tmp_path / "gone")

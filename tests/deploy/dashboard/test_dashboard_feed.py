@@ -390,7 +390,9 @@ async def test_the_block_map_follows_the_pool_by_changes():
         blocks, known = BlockMap(), np.zeros(0, np.uint16)
         num_patches = 0
         while not all(task.done() for task in asking):
-            news = blocks.next(block_owners(running.engine))
+            shown = block_owners(running.engine, running.engine.status(with_blocks=True))
+            assert shown is not None
+            news = blocks.next(shown)
             if "cells" in news:
                 known = np.frombuffer(b64decode(news["cells"]), "<u2").copy()
             elif "at" in news:

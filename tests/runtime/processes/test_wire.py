@@ -155,6 +155,6 @@ def test_what_the_processes_of_split_mode_send_has_moments_where_it_has_points_i
     named = {kind: moment_places(kind, field_names(kind)) for kind in SPLIT_CODEC.types}
     found = {f"{kind.__name__}.{field_names(kind)[place]}" for kind, places in named.items() for place in places}
     assert found == {
-        "TokenRequest.arrival_s", "StepTokens.began_s", "Begun.began_s", "EdgeStatus.waiting_since",
+        "TokenRequest.arrival_s", "StepTokens.began_s", "Begun.began_s", "ChannelStatus.waiting_since",
         "StageStatus.last_progress_s", "StageStatus.busy_since_s", "StageStatus.blocked_since_s",
     }  # fmt: skip

@@ -21,6 +21,7 @@ from millrace.stages.errors import RequestError
 from millrace.stages.fleet.fleet_engine import FleetEngine
 from millrace.stages.params import SamplingParams
 from tests.stages.split.poisoned_process import POISON
+from tests.stages.split.test_split import is_idle
 
 IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
 NUM_STREAMS, NUM_KILLS, EVERY_S = (32, 30, 2.0) if IS_FULL else (6, 0, 0.0)
@@ -123,7 +124,7 @@ def test_answers_survive_deaths_and_a_request_that_kills_ends_alone_after_two() 
             while IS_FULL and not storm.is_calm:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await engine.refresh()
-            assert engine.pool.num_in_use == 0 and not engine.scheduler.sequences and not engine.exit.live
+            assert is_idle(engine) and not engine.exit.live
             assert not any(one["num_requests"] for one in engine.engines)
             pids = [core.pid for core in engine.cores]
         for pid in pids:

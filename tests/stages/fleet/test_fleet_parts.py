@@ -16,6 +16,7 @@ from millrace.runtime.pipeline import Health
 from millrace.runtime.processes.link_channels import OutboundChannel
 from millrace.stages.config import EngineConfig, not_for_encoders
 from millrace.stages.engine.engine import Engine
+from millrace.stages.engine.wiring import PortsOnly
 from millrace.stages.errors import ConfigError
 from millrace.stages.fleet.core_set import CoreSet
 from millrace.stages.fleet.dispatcher import CoreLoad, choose, work_of
@@ -29,7 +30,6 @@ from millrace.stages.params import SamplingParams
 from millrace.stages.sample.logits_processor import LogitsProcessor
 from millrace.stages.split.front import CORE
 from millrace.stages.split.inflight_requests import GROUP_FROM
-from millrace.stages.split.remote_views import RemoteStageView
 from tests.stages.split.test_split import token_request, tokens
 
 
@@ -402,7 +402,7 @@ def test_what_needs_one_engine_says_so_and_how_to_have_it() -> None:
     with pytest.raises(ConfigError, match="data_parallel_size = 2: .* use data_parallel_size = 1 and mode = inline"):
         FleetEngine(two, logits_processor=LogitsProcessor())
     with pytest.raises(ConfigError, match="data_parallel_size = 2: sample is in the engine process"):
-        FleetEngine(two).replace("sample", RemoteStageView(CORE["sample"]))
+        FleetEngine(two).replace("sample", PortsOnly(CORE["sample"]))
     assert str(not_for_encoders(two)).startswith("data_parallel_size = 2: must be 1 for an encoder model")
     assert str(not_for_encoders(one)).startswith("mode = split: must be inline for an encoder model")
 

@@ -52,7 +52,7 @@ if __name__ == "__main__":
     from millrace.stages.split import protocol
 
     types = {kind.__name__: kind for kind in protocol.CODEC.types}
-    for name in ("EngineReady", "StatusReply", "CoreStatus", "ServiceTimes", "ModelLoading"):
+    for name in ("EngineReady", "StatusReply", "CoreReport", "ServiceTimes", "ModelLoading"):
         types[name] = changed(types[name], "", startup_us=NEVER_DEFAULT)
         setattr(protocol, name, types[name])
     protocol.CODEC = Codec([Unheard, *reversed(types.values())])

@@ -17,6 +17,10 @@ from millrace.runtime.processes.type_fields import VersionError
 from millrace.runtime.processes.wire import WireError
 from millrace.stages.beam_search.algorithm import CandidateParams
 from millrace.stages.config import EngineConfig
+from millrace.stages.engine.engine import Engine
+from millrace.stages.engine.engine_status import CoreReport
+from millrace.stages.engine.read_status import owners_of, read_core
+from millrace.stages.engine.wiring import PortsOnly
 from millrace.stages.errors import ConfigError, Failed, Refused
 from millrace.stages.messages import NO_INDICES, FinishReason, StepTokens, TokenRequest
 from millrace.stages.params import SamplingParams, ThinkingBudget
@@ -24,12 +28,10 @@ from millrace.stages.sample.logits_processor import LogitsProcessor
 from millrace.stages.schedule.scheduler import Scheduler, StepLimits
 from millrace.stages.split.core_exit import CoreExit
 from millrace.stages.split.engine_process import EngineProcess, load
-from millrace.stages.split.front import CORE
+from millrace.stages.split.front import CORE, JoinedPipeline
 from millrace.stages.split.inflight_requests import STEPS_AT_ONCE, InflightRequests
 from millrace.stages.split.protocol import CODEC, RequestFailed, ServiceTimes, StatusReply
-from millrace.stages.split.remote_views import RemoteChannelView, RemoteCoreView, RemoteRunnerView, RemoteStageView
 from millrace.stages.split.split_engine import SplitEngine
-from millrace.stages.split.status import FIGURES, read_status
 from millrace.stages.structured_outputs import StructuredOutputs
 from millrace.stages.testing.scripted.engine import SMALL, ScriptedEngine, scripted_engine
 
@@ -49,6 +51,13 @@ def tokens(step: int, rows: list[tuple[int, int, int]], over: tuple[int, ...] = 
 def crossed(message: Any) -> Any:
     header, body = CODEC.encode(message)
     return CODEC.decode(header, b"".join(body))
+
+
+def is_idle(engine: Engine) -> bool:
+    """Whether the step loop, wherever it is, has no sequence and no block."""
+    core = engine.status(with_sequences=True).core
+    assert core is not None and core.sequences is not None
+    return not len(core.sequences.ids) and not core.cache.pool.num_in_use
 
 
 # -- messages that the front process's version cannot get
@@ -249,62 +258,50 @@ def test_the_engine_process_maps_sequences_to_requests_and_reports_failures_once
     assert isinstance(served, ServiceTimes) and served.times_us == {"c": 11}
 
 
-def test_the_mirror_shows_what_the_books_say_under_the_same_names() -> None:
+def report_of(engine: ScriptedEngine) -> CoreReport:
+    """What an engine process with the step loop of this engine would tell of it."""
+    status = engine.pipeline.status()
+    stages = [status.stages[name] for name in CORE]
+    core = read_core(engine.parts.core, with_sequences=True, with_blocks=True)
+    return CoreReport(core, stages, list(status.channels.values()))
+
+
+def test_a_status_crosses_to_the_front_process_with_all_its_numbers() -> None:
     async def main() -> None:
         async with ScriptedEngine(dataclasses.replace(SMALL, num_cpu_blocks=4), step_s=0.1) as engine:
             stream = engine.generate("abc", SamplingParams(max_tokens=400, ignore_eos=True), request_id="one")
             await anext(stream)
-            core, pipeline = engine.parts.core, engine.pipeline
-            told = read_status(core, pipeline, list(pipeline.channels), with_blocks=True)
-            channels = {name: RemoteChannelView(name, channel.capacity) for name, channel in pipeline.channels.items()}
-            runners = {
-                name: RemoteRunnerView(
-                    name,
-                    RemoteStageView(kind),
-                    {port: channels[pipeline.runners[name].inputs[port].name] for port in kind.inputs},
-                    0.0,
-                )
-                for name, kind in CORE.items()
-            }
-            stages = [stage for stage in told.stages if stage.name in CORE]
-            mirror = RemoteCoreView(engine.config, engine.info, runners, channels, lambda number: "one")
-            mirror.update(crossed(dataclasses.replace(told, stages=stages)))
-
-            for name in FIGURES:
-                assert getattr(mirror.scheduler, name) == getattr(engine.scheduler, name), name
+            told = report_of(engine)
+            here, there = engine.status(with_sequences=True, with_blocks=True), crossed(told)
+            assert here.core is not None and plain(told.core) == plain(there.core)
+            assert plain(here.core) == plain(there.core) and here.core.cache.pool.num_in_use > 0
+            assert owners_of(there.core.sequences, lambda number: "one") == here.owners == {0: "one"}
             (number,) = engine.scheduler.sequences
-            ours, theirs = mirror.scheduler.sequences[number], engine.scheduler.sequences[number]
-            for name in ("state", "slot", "num_prompt", "limit", "num_preempted", "is_parked", "request_id"):
-                assert getattr(ours, name) == getattr(theirs, name), name
-            assert mirror.scheduler.slots.running().tolist() == engine.scheduler.slots.running().tolist()
-            for name in (
-                "num_blocks",
-                "num_free",
-                "num_in_use",
-                "num_shared",
-                "num_cached",
-                "num_quarantined",
-                "block_size",
-            ):
-                assert getattr(mirror.pool, name) == getattr(engine.pool, name), name
-            assert (mirror.pool.state == engine.pool.state).all()
+            (row,), own = here.sequences_of(number, 3), engine.scheduler.sequences[number]
+            for name in ("sequence_id", "state", "slot", "num_prompt", "limit", "num_preempted", "is_parked"):
+                assert getattr(row, name) == getattr(own, name), name
             held = engine.block_tables.num_blocks
-            assert (mirror.tables.num_blocks == held).all() and mirror.tables.waste == engine.block_tables.waste
-            slot = int(held.argmax())
-            assert (mirror.tables.blocks[slot, : held[slot]] == engine.block_tables.blocks[slot, : held[slot]]).all()
-            assert mirror.host is not None and mirror.host.pool.num_blocks == 4
-            assert mirror.step_tokens.counts == engine.step_tokens.counts
-            for name, runner in runners.items():
-                real = pipeline.runners[name]
-                (seen, own), restarts = (runner.times, real.times), (runner.num_restarts, real.num_restarts)
-                assert seen.busy <= own.busy and seen.idle <= own.idle and restarts[0] == restarts[1]
-                assert seen.busy == pytest.approx(own.busy, abs=0.1) and seen.blocked == own.blocked  # read earlier
-                assert runner.service_us.counts == real.service_us.counts, name
-            name = "sample.out->detokenize.in"
-            assert channels[name].stats().num_sent == pipeline.channels[name].stats().num_sent
+            assert (
+                here.num_blocks_of([row.slot]) == held[row.slot] and there.core.cache.waste == engine.block_tables.waste
+            )
+            joined = JoinedPipeline(engine.pipeline, "tokenize.out->schedule.in", "sample.out->detokenize.in", 2)
+            pipeline = joined.join(here.pipeline, there.stages, there.channels)
+            assert list(pipeline.stages) == list(here.pipeline.stages)
+            assert {name: one.stats.num_sent for name, one in pipeline.channels.items()} == {
+                name: channel.stats().num_sent for name, channel in engine.pipeline.channels.items()
+            }
             await stream.aclose()
 
     asyncio.run(main())
+
+
+def plain(value: Any) -> Any:
+    """A form of a status that can be compared: messages and arrays have no equality."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if dataclasses.is_dataclass(value):
+        return [plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -314,16 +311,12 @@ def test_how_long_the_device_idled_crosses_where_it_is_known(is_async: bool) -> 
             params = SamplingParams(max_tokens=20, ignore_eos=True)
             assert [output async for output in engine.generate("abc", params, output_kind="final")]
             await engine.check_quiet()
-            told = dataclasses.replace(read_status(engine.parts.core, engine.pipeline, []), stages=[])
-            mirror = RemoteCoreView(engine.config, engine.info, {}, {}, lambda number: None)
-            assert mirror.idle_gaps_us is None
-            mirror.update(crossed(told))
-            here, there = mirror.idle_gaps_us, engine.idle_gaps_us
+            here, there = crossed(report_of(engine)).core.idle_gaps_us, engine.idle_gaps_us
             if not is_async:
                 assert here is None and there is None
                 return
             assert here is not None and there is not None and there.num_observed > 10
-            assert (here.bounds, here.counts, here.total) == (there.bounds, there.counts, there.total)
+            assert (tuple(here.bounds), list(here.counts), here.total) == (there.bounds, there.counts, there.total)
 
     asyncio.run(main())
 
@@ -339,13 +332,13 @@ class Nothing(LogitsProcessor):
 def test_what_would_have_to_be_in_the_engine_process_is_refused_in_a_sentence() -> None:
     engine = SplitEngine(EngineConfig())
     with pytest.raises(ConfigError, match="mode = split: a stage after schedule would be in the step loop"):
-        engine.insert(RemoteStageView(CORE["schedule"]), after="schedule")
+        engine.insert(PortsOnly(CORE["schedule"]), after="schedule")
     with pytest.raises(ConfigError, match="sample is in the engine process"):
-        engine.replace("sample", RemoteStageView(CORE["sample"]))
+        engine.replace("sample", PortsOnly(CORE["sample"]))
     with pytest.raises(RuntimeError, match="await forget_prefixes"):
         engine.reset_prefix_cache()
     with pytest.raises(NotServing):
-        _ = engine.scheduler
+        engine.status()
     with pytest.raises(ConfigError, match="a logits processor that was made is in the caller's process"):
         SplitEngine(EngineConfig(), logits_processor=Nothing())
 

@@ -20,6 +20,7 @@ from millrace.stages.errors import ConfigError, RequestError
 from millrace.stages.params import SamplingParams
 from millrace.stages.split import engine_core, process_keeper, split_engine
 from millrace.stages.split.split_engine import SplitEngine
+from tests.stages.split.test_split import is_idle
 
 pytestmark = pytest.mark.slow
 CONFIG = EngineConfig(max_num_seqs=4, threads=1, inject=("stage=execute,delay=1ms",))
@@ -112,7 +113,7 @@ def test_many_answers_at_once_survive_several_deaths_and_none_has_a_token_twice(
         strike(engine, signal.SIGKILL)
         assert await asyncio.gather(*under_way) == due
         await engine.refresh()
-        assert engine.pool.num_in_use == 0 and not engine.scheduler.sequences and not engine.exit.live
+        assert is_idle(engine) and not engine.exit.live
 
     run(test)
 
@@ -160,7 +161,7 @@ def test_cancels_and_deadlines_free_what_the_engine_process_held() -> None:
 
         async def is_free() -> bool:
             await engine.refresh()
-            return engine.pool.num_in_use == 0 and not engine.scheduler.sequences
+            return is_idle(engine)
 
         while not await is_free():  # noqa: ASYNC110 - of another process
             await asyncio.sleep(0.01)
@@ -181,9 +182,11 @@ def test_sequences_are_swapped_and_come_back_as_in_one_process() -> None:
     async def test(engine: SplitEngine) -> None:
         assert await asyncio.gather(*(answer(engine, prompt) for prompt in prompts)) == due
         await engine.refresh(with_blocks=True)
-        assert engine.scheduler.num_preemptions == engine.scheduler.preemptions.total() > 0
-        assert engine.host_tier is not None and engine.host_tier.pool.num_blocks == 16
-        assert not engine.scheduler.sequences and (engine.pool.num_tables == 0).all()
+        core = engine.status(with_blocks=True).core
+        assert core is not None and core.cache.host is not None and core.cache.blocks is not None
+        assert core.scheduler.num_preemptions == sum(core.scheduler.preemptions.values()) > 0
+        assert core.cache.host.pool.num_blocks == 16
+        assert is_idle(engine) and (core.cache.blocks.num_tables == 0).all()
 
     asyncio.run(inline())
     run(test, **small)
@@ -197,7 +200,7 @@ def test_a_stage_that_fails_over_there_is_told_of_here_and_the_guilty_request_en
             await answer(engine)
         await engine.refresh()
         assert set(told) == {("execute", "InjectedError", True)}
-        assert engine.pipeline.runners["execute"].num_restarts == len(told) >= 2 and engine.health.is_ready
+        assert engine.status().pipeline.stages["execute"].num_restarts == len(told) >= 2 and engine.health.is_ready
 
     run(test, inject=("stage=execute,error",))
 

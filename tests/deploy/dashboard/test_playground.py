@@ -141,9 +141,10 @@ def test_another_token_begins_a_branch_that_goes_on_exactly_from_there(page: Any
     send(page, "Once upon a time")
     before = tokens(page)
     page.locator("[data-at='2']").click()
-    page.locator(".alternatives button").first.click()
+    page.locator(".alternatives button").first.press("Enter")
     page.locator("[data-figure=version]", has_text="2 / 2").wait_for()
     wait(page)
+    assert page.evaluate("document.activeElement.id") == "chat-draft"  # and not lost with the button
     prompt, after = page.bodies[-1]["prompt"], tokens(page)
     other = next(token_id for token_id, _, _ in before[2]["top"] if token_id != before[2]["id"])
     assert prompt[-3:] == [before[0]["id"], before[1]["id"], other] == [token["id"] for token in after[:3]]

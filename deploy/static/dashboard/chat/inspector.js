@@ -74,11 +74,15 @@ function Facts({ node, at }) {
 
 function Alternatives({ app, node, at, token, isPinned }) {
   const canBranch = isPinned && !chat.running && node.promptIds !== null && !node.hasUnknown;
+  const go = (event, other) => {
+    branch(app, node, at, other);
+    if (event.detail === 0) document.getElementById("chat-draft")?.focus({ preventScroll: true }); // by keyboard: its button is gone
+  };
   return html`<ol class="alternatives">${token.top.map((other) => {
     const [id, text, logprob] = other;
     const inside = html`<code>${shown(text)}</code><span class="share"><span style=${{ width: `${100 * Math.exp(logprob)}%` }}></span></span><span class="num">${probability(logprob)}</span>`;
     if (id === token.id) return html`<li class="taken" key=${id}>${inside}</li>`;
-    return html`<li key=${id}>${isPinned ? html`<button disabled=${!canBranch} title="Go on from here with this token, as a new branch" onClick=${() => branch(app, node, at, other)}>${inside}</button>` : inside}</li>`;
+    return html`<li key=${id}>${isPinned ? html`<button disabled=${!canBranch} title="Go on from here with this token, as a new branch" onClick=${(event) => go(event, other)}>${inside}</button>` : inside}</li>`;
   })}</ol>
   <p class="note">${!isPinned ? "Click for a branch with another token." : chat.running ? "Wait for the answer, or stop it, to branch." : !canBranch ? "No branch here: the page does not know all tokens of this answer." : "Choose a token to go on with it, as a new branch."}</p>`;
 }

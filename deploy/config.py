@@ -10,83 +10,145 @@ from typing import Literal
 
 from ..runtime.env.writable import folder_problem
 from ..stages.errors import ConfigError
+from ..stages.setting import SettingGroup
 
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
+
+_PROCESSES = SettingGroup("processes")
+_LISTENING = SettingGroup("listening")
+_API = SettingGroup("API")
+_SECURITY = SettingGroup("security")
+_TIMEOUTS = SettingGroup("timeouts")
+_WEBSOCKETS = SettingGroup("WebSockets")
+_LOGGING = SettingGroup("logging")
+_DIAGNOSTICS = SettingGroup("diagnostics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The settings of `serve` besides the engine's. Read once, checked once, at the start."""
 
-    # processes
-    mode: Literal["auto", "inline", "split"] = "auto"  # split: the step loop in its own process; see cli/serve.py
+    mode: Literal["auto", "inline", "split"] = _PROCESSES.setting(
+        "auto", "inline: one process; split: HTTP and text in one process, the step loop in another; auto: inline"
+    )
 
-    # addresses
-    host: str = "127.0.0.1"  # loopback; any other address needs a key, or allow_no_key
-    port: int = 8000  # 0: a free port, printed in the ready line
-    root_path: str = ""  # additional prefix of all routes, such as "/llm" behind a proxy
-    uds: str | None = None  # path of a Unix socket to listen on instead of host and port
-    max_connections: int = 2048
-    ssl_certfile: str | None = None  # PEM, the certificate with its chain; if set, the server speaks HTTPS only
-    ssl_keyfile: str | None = None  # PEM, the private key; None: it is in ssl_certfile
-    ssl_keyfile_password: str | None = None  # of the private key; from the environment or a file, never a flag
+    host: str = _LISTENING.setting(
+        "127.0.0.1", "address to listen on; any but loopback needs --api-key or --allow-no-key"
+    )
+    port: int = _LISTENING.setting(8000, "port to listen on; 0: a free port, printed in the ready line")
+    root_path: str = _LISTENING.setting("", "additional prefix of all routes, such as /llm behind a proxy")
+    uds: str | None = _LISTENING.setting(None, "path of a Unix socket to listen on instead of host and port")
+    max_connections: int = _LISTENING.setting(
+        2048, "maximum open connections; further ones are refused", unit="connections"
+    )
+    ssl_certfile: str | None = _LISTENING.setting(
+        None, "PEM file with the certificate and its chain; serves HTTPS (TLS 1.2 or later) instead of HTTP"
+    )
+    ssl_keyfile: str | None = _LISTENING.setting(None, "PEM file with the private key; none: it is in ssl_certfile")
+    ssl_keyfile_password: str | None = _LISTENING.setting(
+        None,
+        "password of the private key; only in MILLRACE_SSL_KEYFILE_PASSWORD or the --config file, not a flag",
+        is_secret=True,
+        has_flag=False,
+    )
 
-    # API
-    served_model_name: tuple[str, ...] = ()  # names that clients may send; answers carry the first; (): the model's
-    enable_force_include_usage: bool = False  # usage in every stream, requested or not
-    enable_request_metrics: bool = False  # request times in every answer, requested or not
-    strict_fields: bool = False  # answer 400 to an unknown field instead of ignoring it
-    response_store_bytes: int = 64 * 1024 * 1024  # memory for responses that clients can retrieve later; 0: none
-    tool_call_parser: str = "auto"  # by the chat template; none, a name, or package.module:Class, a ToolParser
-    enable_auto_tool_choice: bool = True  # the model may choose to call tools
-    reasoning_parser: str = "auto"  # by the chat template; none, a name, or package.module:Class, a ReasoningParser
-    disable_docs: bool = False  # no /openapi.json and no /docs
+    served_model_name: tuple[str, ...] = _API.setting(
+        (),
+        "model name that clients may send; answers carry the first; may be repeated; none: the Hub id, or the "
+        "folder's name",
+    )
+    enable_force_include_usage: bool = _API.setting(False, "include usage in every stream, requested or not")
+    enable_request_metrics: bool = _API.setting(False, "include request times in every answer, requested or not")
+    strict_fields: bool = _API.setting(False, "reject unknown fields with 400 instead of ignoring them")
+    response_store_bytes: int = _API.setting(
+        64 * 1024 * 1024, "memory in bytes for stored answers of /v1/responses; 0: store none"
+    )
+    tool_call_parser: str = _API.setting(
+        "auto",
+        "tool call format: hermes, llama3_json, mistral, pythonic, none, or package.module:Class, a subclass of "
+        "millrace.deploy.api.parsers.ToolParser; auto: by the chat template",
+    )
+    enable_auto_tool_choice: bool = _API.setting(True, "let the model choose whether to call a tool")
+    reasoning_parser: str = _API.setting(
+        "auto",
+        "reasoning format: deepseek_r1, qwen3, none, or package.module:Class, a subclass of "
+        "millrace.deploy.api.parsers.ReasoningParser; auto: by the chat template",
+    )
+    disable_docs: bool = _API.setting(False, "do not serve /openapi.json and /docs")
 
-    # access
-    api_key: tuple[str, ...] = ()  # each grants every route but /admin; (): no key is required
-    admin_key: tuple[str, ...] = ()  # each grants /admin and nothing else; (): /admin does not exist
-    api_key_file: str | None = None  # more API keys, one per line
-    admin_key_file: str | None = None  # more admin keys, one per line
-    enable_runtime_lora: bool = False  # API keys may load and unload adapters by vLLM's routes; without any key, all
-    allow_no_key: bool = False  # listen beyond loopback without a key
-    cache_salt_per_key: bool = False  # clients with different keys share no cached prefix, salted or not
-    allowed_host: tuple[str, ...] = ()  # accepted Host names besides loopback's; "*": any
-    allowed_origin: tuple[str, ...] = ()  # pages that may send requests, as scheme://host[:port]; "*": any
-    cors_allow_origin: tuple[str, ...] = ()  # pages that may send requests and read the answers; "*": any
+    api_key: tuple[str, ...] = _SECURITY.setting(
+        (), "API key that clients must send, except for /health; may be repeated", is_key=True
+    )
+    admin_key: tuple[str, ...] = _SECURITY.setting(
+        (), "key for the /admin routes only; none: no /admin routes; may be repeated", is_key=True
+    )
+    api_key_file: str | None = _SECURITY.setting(None, "file with more API keys, one per line")
+    admin_key_file: str | None = _SECURITY.setting(None, "file with more admin keys, one per line")
+    enable_runtime_lora: bool = _SECURITY.setting(
+        False,
+        "let API keys load and unload LoRA adapters at /v1/load_lora_adapter and /v1/unload_lora_adapter, not the "
+        "admin key alone; clients then decide what a name computes for others",
+    )
+    allow_no_key: bool = _SECURITY.setting(False, "listen beyond loopback without a key")
+    cache_salt_per_key: bool = _SECURITY.setting(False, "do not share cached prefixes between API keys")
+    allowed_host: tuple[str, ...] = _SECURITY.setting(
+        (), "accepted Host name besides loopback's; may be repeated; *: any"
+    )
+    allowed_origin: tuple[str, ...] = _SECURITY.setting(
+        (), "origin that may send requests and open WebSockets: scheme://host[:port]; may be repeated; *: any"
+    )
+    cors_allow_origin: tuple[str, ...] = _SECURITY.setting(
+        (), "origin that may send requests and read the answers; may be repeated; *: any"
+    )
 
-    # size limit and timeouts
-    max_body_bytes: int = 4 * 1024 * 1024
-    header_timeout_s: float = 10.0  # from a request's first byte to the end of its headers
-    body_timeout_s: float = 30.0  # to the end of its body
-    keep_alive_s: float = 60.0  # for the next request on a connection
-    stalled_reader_s: float = 30.0  # for a client that does not read its stream
-    sse_ping_interval_s: float = 15.0  # silence before a stream gets a comment line; 0: never
-    shutdown_timeout_s: float = 30.0  # for running requests when the server stops
+    max_body_bytes: int = _API.setting(4 * 1024 * 1024, "maximum size of a request body in bytes")
 
-    # WebSockets
-    ws_max_sockets: int = 1024
-    ws_max_streams: int = 512  # concurrent requests on one socket
-    ws_ping_interval_s: float = 20.0  # silence before a ping; the client must answer within half of it
-    ws_resume_window_s: float = 30.0  # time in which a client can resume its requests after a lost connection
+    header_timeout_s: float = _TIMEOUTS.setting(10.0, "seconds from a request's first byte to the end of its headers")
+    body_timeout_s: float = _TIMEOUTS.setting(30.0, "seconds to receive the body of a request")
+    keep_alive_s: float = _TIMEOUTS.setting(60.0, "seconds to keep an idle connection open")
+    stalled_reader_s: float = _TIMEOUTS.setting(30.0, "seconds before a stream that its client does not read is ended")
+    sse_ping_interval_s: float = _TIMEOUTS.setting(
+        15.0, "seconds of silence in a stream before a comment line is sent; 0: never"
+    )
+    shutdown_timeout_s: float = _TIMEOUTS.setting(30.0, "seconds for running requests to end at shutdown")
 
-    # logging
-    log_format: Literal["console", "json"] = "console"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_error_messages: bool = False  # include exception messages, which may quote prompts
-    log_requests: bool = True  # one line when a request begins and one when it ends
-    log_prompts: int = 0  # characters of each prompt in the first of these lines; 0: none
-    stats_interval_s: float = 5.0  # between two status lines while requests run; 0: none
+    ws_max_sockets: int = _WEBSOCKETS.setting(1024, "maximum open WebSockets; further ones are refused", unit="sockets")
+    ws_max_streams: int = _WEBSOCKETS.setting(
+        512, "maximum concurrent requests per WebSocket; further ones get 429", unit="requests"
+    )
+    ws_ping_interval_s: float = _WEBSOCKETS.setting(
+        20.0, "seconds of silence before a ping; the client must answer within half of it"
+    )
+    ws_resume_window_s: float = _WEBSOCKETS.setting(
+        30.0, "seconds in which a resumable request can be resumed after its connection is lost"
+    )
 
-    # tracing
-    otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector's /v1/traces; None: no export
+    log_format: Literal["console", "json"] = _LOGGING.setting("console", "format of the log on stderr")
+    log_level: Literal["debug", "info", "warning", "error"] = _LOGGING.setting("info", "minimum severity to log")
+    log_error_messages: bool = _LOGGING.setting(
+        False, "log exception messages, not only their place in the code; they may quote prompts"
+    )
+    log_requests: bool = _LOGGING.setting(True, "log the start and the end of each request")
+    log_prompts: int = _LOGGING.setting(
+        0, "characters of each prompt to log with log_requests; 0: none", unit="characters"
+    )
+    stats_interval_s: float = _LOGGING.setting(5.0, "seconds between two status lines while requests run; 0: none")
+    otlp_traces_endpoint: str | None = _LOGGING.setting(
+        None, "URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces; none: no export"
+    )
 
-    # diagnostics
-    stall_timeout_s: float = 10.0  # without progress, while there is work, before the server reports a stall
-    flight_recorder_dir: str | None = None  # folder for the traces of stalls and crashes; None: none is written
-    flight_recorder_s: float = 30.0  # length of the trace in each flight file
-    profiler_dir: str | None = None  # folder for the torch profiler's files; None: the profiler is off
+    stall_timeout_s: float = _DIAGNOSTICS.setting(
+        10.0, "seconds without progress, while there is work, before /health reports a stall"
+    )
+    flight_recorder_dir: str | None = _DIAGNOSTICS.setting(
+        None, "folder for the traces of stalls and crashes; none: write none"
+    )
+    flight_recorder_s: float = _DIAGNOSTICS.setting(30.0, "length of the trace in each flight file in seconds")
+    profiler_dir: str | None = _DIAGNOSTICS.setting(
+        None, "folder for files of torch's profiler, started with the admin key; none: profiler off"
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

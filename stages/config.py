@@ -1,6 +1,6 @@
-"""The engine's settings: names, defaults, units, and the checks that need no model.
+"""The engine's configuration: its settings, and the checks of their values that need no model.
 
-A configuration is read and checked once, at start, and then passed in. Names follow vLLM where vLLM has the setting.
+A configuration is read and checked once, at start, and then passed in. The settings are in `engine_settings.py`.
 """
 
 from __future__ import annotations
@@ -16,131 +16,19 @@ from typing import Any, Literal
 from ..model.checkpoint.load_formats import load_format_problem
 from ..runtime.env.writable import file_problem
 from ..runtime.fault_injection import parse_fault
+from .engine_settings import EngineSettings
 from .errors import ConfigError
 from .params import MAX_LOGPROBS
 from .plugins import parse_plugins
 
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-ModelImpl = Literal["millrace", "transformers"]
 MAX_SPECULATIVE_TOKENS = 64
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[A-Za-z0-9_][\w.-]{0,127})?", re.ASCII)
 MAX_LORAS = 1024  # adapters on the device at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """All settings of an engine.
-
-    Start-up replaces a `None` by a value that fits the model and the machine.
-    """
-
-    # the model
-    model: str | None = None  # a folder or a Hub id; None: the bundled demo model
-    revision: str | None = None  # of a Hub model: branch, tag or commit
-    download_dir: str | None = None  # where Hub models are cached; None: the Hub library's default
-    offline: bool = False  # True: never open a socket; the model must already be on disk
-    allow_links_outside: bool = False  # True: a checkpoint's links may lead out of its folder, to any readable file
-    merge_adapter: tuple[str, ...] = ()  # folders or Hub ids of PEFT adapters, merged while loading: PATH[=scale]
-    # whose modules compute: of the family here, or transformers'; auto: transformers where there is no family
-    model_impl: Literal["auto", "millrace", "transformers"] = "auto"
-    # auto, safetensors, gguf, stream: left elsewhere and read by ranges, dummy: random weights, for benchmarks; or
-    # package.module:Source, a class like millrace.model.checkpoint.stored_tensors.StoredTensors
-    load_format: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = "auto"  # auto: the checkpoint's
-    # of weight matrices, while loading: as the file packs them, anew, or none, which is `dtype`; None is auto
-    quantization: Literal["auto", "int8", "int4", "none"] | None = "auto"
-    max_model_len: int | Literal["auto"] | None = None  # tokens, prompt plus answer; None: the model's; auto: what fits
-    logprobs_mode: LogprobsMode = "raw_logprobs"  # raw: before penalties, bias, temperature; processed: after
-    max_logprobs: int = MAX_LOGPROBS  # likeliest tokens that a request may ask for at each place, at most
-    generation_config: Literal["auto", "off"] = "auto"  # sampling defaults from the checkpoint
-    override_generation_config: str | None = None  # JSON object; its keys replace those of generation_config.json
-    tokenizer: str | None = None  # folder or Hub id of another tokenizer, with its chat template; None: the model's
-    chat_template: str | None = None  # file, text or name of the template; None: the checkpoint's
-    # how a template gets content: a string, a list of parts, or auto: what it shows
-    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
-    default_chat_template_kwargs: str | None = None  # JSON object: variables of the template that requests may replace
-    # for embeddings; auto: as the checkpoint says; yes_no: score pairs of texts as Qwen3-Reranker does
-    pooling: Literal["auto", "last", "mean", "cls", "yes_no"] = "auto"
-    seed: int = 0  # for random weights, and for requests without a seed
-
-    # device and threads
-    device: str = "auto"  # "auto", "cpu", "cuda" for the first GPU, or one of several, such as "cuda:1"
-    attention_backend: Literal["auto", "native", "torch", "triton"] = "auto"  # auto: on cuda triton, on cpu native
-    deterministic: bool = False  # True: results do not depend on the rest of the batch; slower, triton only
-    threads: int | None = None  # compute threads on a CPU; None: one per core, or the CPU quota
-    tensor_parallel_size: int = 1  # processes, on a GPU each, that share every layer; torch and triton only
-    # of these; auto: process; thread: for debugging; ray: processes whose engine is an actor of a Ray cluster
-    executor: Literal["auto", "thread", "process", "ray"] = "auto"
-    emulate_tp: int = 1  # for debugging: sums in the pieces of so many ranks, in one process
-    tokenizer_workers: int = 2  # threads; with two, short prompts overtake a long one
-    data_parallel_size: int = 1  # engine processes, each with all of the model; requests go to the one with least work
-
-    # engines on a Ray cluster, with executor "ray"
-    ray_address: str | None = None  # HOST:PORT or auto; None: $RAY_ADDRESS, or this machine's cluster, or a new one
-    ray_placement: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"  # of engines over nodes
-    ray_resources: tuple[str, ...] = ()  # NAME=AMOUNT, of an engine besides its CPUs and GPUs
-    ray_env: tuple[str, ...] = ()  # NAME=VALUE or NAME, variables of the actors
-    ray_timeout_s: float = 120.0  # for the cluster to have room, and for an actor to start
-
-    # the batch
-    max_num_seqs: int = 256  # sequences that run at once, which is the number of slots
-    max_num_batched_tokens: int | None = None  # upper bound per step; None: 2048, or 512 with the native library
-    itl_target_ms: float | None = None  # target time of a step with decodes; 0: none; None: measured if native, else 0
-    enable_chunked_prefill: bool = True  # False: a prompt runs whole, in one step
-    scheduler: str = (
-        "priority"  # "priority", "fifo", or package.module:Class, a subclass of millrace.stages.schedule.policy.Policy
-    )
-    priority_ageing_s: float | None = None  # waiting time worth one priority level; None: no ageing
-    steps_in_flight: int = 2  # K: 2 overlaps planning with execution; 1 is serial, for debugging
-    async_scheduling: bool = True  # False: wait for each step; only triton and native run asynchronously
-    enforce_eager: bool = False  # True: no CUDA graphs; only asynchronous scheduling uses them
-    tilings: str = "auto"  # of Triton's products and attention; "auto": shipped or predicted; "off": none; or a file
-
-    # speculative decoding
-    speculation: Literal["auto", "ngram", "off"] = "auto"  # auto: ngram with the native library, else off
-    num_speculative_tokens: int = 7  # drafts per step, at most; per sequence at most block_size - 1
-    prompt_lookup_max: int = 6  # matching tokens needed for a sequence to begin drafting
-    prompt_lookup_min: int = 2  # matching tokens needed for each further draft
-
-    # LoRA adapters
-    enable_lora: bool = False  # requests may name an adapter as their model
-    lora_modules: tuple[str, ...] = ()  # name=path of adapters that are loaded at the start
-    lora_dir: str | None = None  # folder of adapters, loaded when first named; and of those that the API may load
-    lora_hub_allow: tuple[str, ...] = ()  # Hub ids of adapters, OWNER/NAME[@REVISION], downloaded when first named
-    max_loras: int = 1  # adapters on the device at once, so in one step
-    max_lora_rank: int = 16  # largest rank of an adapter
-    lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of adapters; auto: that of the weights
-    lora_chat_templates: bool = False  # chats that name an adapter are rendered by the template in its folder, if any
-    max_cpu_loras: int | None = None  # adapters in host memory; None: 4 * max_loras
-    lora_host_bytes: int | None = None  # memory for adapters without device slots; None: as max_cpu_loras of them take
-
-    # code of one's own
-    stage: tuple[str, ...] = ()  # package.module:Class@after=STAGE[,key=value], see `plugins.py`
-    logits_processor: tuple[str, ...] = ()  # package.module:Class[,key=value]
-
-    # the KV cache
-    block_size: int = 16  # tokens; smaller wastes less memory, larger loads faster
-    num_gpu_blocks: int | None = None  # exact number of KV blocks, on any device; None: from the memory available
-    kv_cache_bytes: int | None = None  # exact size of the KV cache; None: from the memory available
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of keys and values; int8: native only; fp8: torch, triton
-    enable_prefix_caching: bool = True  # reuse the blocks of earlier prompts and answers
-    swap_space: float | None = None  # GiB of host memory for preempted sequences; None: 4, on a CPU 1; 0: recompute
-    num_cpu_blocks: int | None = None  # blocks in the host pool; None: from swap_space
-    gpu_memory_utilization: float = 0.9  # share of the device's memory for weights, activations and cache together
-
-    # admission
-    max_admitted_requests: int = 1024  # requests in progress at once, waiting ones included
-    max_waiting_requests: int = 512  # requests without a first token
-    max_queue_s: float | None = None  # time a request may wait to be served before it ends; None: no limit
-    max_unread_tokens: int = 256  # of one answer whose client does not read, before it is parked
-    max_parked_s: float = 30.0  # time a parked answer may stay unread before its request ends
-
-    # recording
-    record: str | None = None  # file that records the inputs and decisions of schedule and allocate
-    record_token_ids: bool = False  # True: record token ids; False: only which tokens are equal
-
-    # fault injection
-    inject: tuple[str, ...] = ()  # faults to inject; see `runtime/fault_injection.py`
+class EngineConfig(EngineSettings):
+    """The settings of an engine, checked, and what follows from them."""
 
     @property
     def num_host_loras(self) -> int:

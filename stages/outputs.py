@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..model.pooling import PoolingConfig
-from .config import ModelImpl
+from .engine_settings import ModelImpl
 from .memory_table import MemoryTable
 from .messages import FinishReason, PromptLogprobs, Rates, TokenLogprobs
 from .params import SamplingParams

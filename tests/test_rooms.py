@@ -86,6 +86,7 @@ BELOW = {
     "stages/loading stages/engine",
     "stages/testing": "stages/testing/scripted",
     "deploy": "",
+    "deploy/settings": "deploy",
     "deploy/http": "deploy",
     "deploy/package": "",
     "deploy/metrics": "deploy deploy/http",
@@ -103,10 +104,10 @@ BELOW = {
     "deploy/api/adapter",
     "deploy/websocket": "deploy deploy/http deploy/metrics deploy/api deploy/api/schema deploy/api/openai "
     "deploy/api/responses",
-    "deploy/inspect": "deploy deploy/http deploy/api",
+    "deploy/inspect": "deploy deploy/settings deploy/http deploy/api",
     "deploy/admin": "deploy deploy/http deploy/api deploy/api/schema",
-    "deploy/dashboard": "deploy deploy/http deploy/metrics deploy/api deploy/api/schema deploy/websocket "
-    "deploy/inspect",
+    "deploy/dashboard": "deploy deploy/settings deploy/http deploy/metrics deploy/api deploy/api/schema "
+    "deploy/websocket deploy/inspect",
     "deploy/openapi/shapes": "deploy",
     "deploy/openapi/operations": "deploy deploy/metrics deploy/api/schema deploy/api/openai deploy/api/responses "
     "deploy/api/dialects deploy/api/messages deploy/api/ollama deploy/inspect deploy/admin deploy/openapi/shapes",
@@ -114,13 +115,13 @@ BELOW = {
     "deploy/server": "deploy deploy/http deploy/metrics deploy/api deploy/api/openai deploy/api/responses "
     "deploy/api/dialects deploy/api/messages deploy/api/ollama deploy/websocket deploy/inspect deploy/admin "
     "deploy/dashboard deploy/openapi",
-    "deploy/ray": "deploy deploy/server",
+    "deploy/ray": "deploy deploy/settings deploy/server",
     "deploy/cli/bench": "deploy",
     "deploy/cli/doctor": "deploy deploy/http deploy/api",
     "deploy/cli/other_engines": "",
     "deploy/dashboard/playback": "deploy deploy/metrics deploy/api/schema deploy/websocket deploy/dashboard",
-    "deploy/cli": "deploy deploy/cli/other_engines deploy/http deploy/ray deploy/websocket deploy/dashboard "
-    "deploy/dashboard/playback deploy/server",
+    "deploy/cli": "deploy deploy/settings deploy/cli/other_engines deploy/http deploy/ray deploy/websocket "
+    "deploy/dashboard deploy/dashboard/playback deploy/server",
 }
 ENTRIES = {"deploy/__main__.py", "stages/__init__.py"}  # they only lead to other rooms: may import any
 ROOMS = {name: set(below.split()) for name, below in BELOW.items()}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..settings import near_miss
+from ..settings.near_miss import near_miss
 
 if TYPE_CHECKING:
     from .other_engines.translation import Note

@@ -21,7 +21,7 @@ from ...stages.backends.cache_size import free_host_bytes, host_limit, total_hos
 from ...stages.config import EngineConfig
 from ..config import ServerConfig
 from ..http.package_version import DISTRIBUTION
-from ..settings import ENV_PREFIX, SECRET
+from ..settings.fields import ENV_PREFIX, is_secret
 
 PACKAGES = (
     DISTRIBUTION,
@@ -61,8 +61,8 @@ def report(environment: Mapping[str, str]) -> Iterator[str]:
     yield from _torch()
     for name in sorted(environment):
         if name.startswith(ENV_PREFIX):
-            is_secret = name.removeprefix(ENV_PREFIX).lower() in SECRET
-            yield f"{name}: {'***' if is_secret else environment[name]}"
+            is_masked = is_secret(name.removeprefix(ENV_PREFIX).lower())
+            yield f"{name}: {'***' if is_masked else environment[name]}"
 
 
 def _system() -> str:

@@ -22,7 +22,7 @@ from ...stages.evaluation.perplexity import Evaluation, TextScore, evaluate
 from ...stages.evaluation.window_scorer import WindowScorer
 from ...stages.evaluation.windows import TokenizedText
 from ..config import ServerConfig
-from ..settings import parse
+from ..settings.sources import parse
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:

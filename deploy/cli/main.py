@@ -14,7 +14,8 @@ from ...runtime.env.limits import resource_problem
 from ...stages.config import EngineConfig
 from ...stages.errors import ConfigError, NotStartedError
 from ..config import ServerConfig
-from ..settings import Setting, add_flags, build, resolve, show
+from ..settings.flags import add_flags
+from ..settings.sources import Setting, build, resolve, show
 from . import standard_streams
 from .argument_parser import ArgumentParser
 

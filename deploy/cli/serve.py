@@ -22,7 +22,8 @@ from ...runtime.env.log import configure, get_logger, shutdown
 from ...runtime.env.loops import loop_factory
 from ...runtime.env.service_manager import ServiceManager
 from ...runtime.workers.thread_start import ThreadNotStarted, start_thread
-from ...stages.config import EngineConfig, ModelImpl
+from ...stages.config import EngineConfig
+from ...stages.engine_settings import ModelImpl
 from ...stages.errors import ConfigError
 from ..config import ServerConfig
 from ..http.listening import ListeningSockets

@@ -22,7 +22,7 @@ from ...stages.recordings.simulation import AdmissionLimits, Simulation
 from ...stages.recordings.workloads import Workload, read_trace
 from ...stages.schedule.policy import Policy, make_policy
 from ..config import ServerConfig
-from ..settings import parse
+from ..settings.sources import parse
 
 UNREADABLE = 3
 FIT = "fit-from-recording"

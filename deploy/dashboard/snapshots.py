@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...runtime.health.flight_recorder import task_stacks
 from ...runtime.histogram import GROWTH
 from ..inspect.server_info import HIDDEN
-from ..settings import ENGINE_HELP, SECRET, SERVER_HELP
+from ..settings.fields import Kind, groups_of
 from .adapters import adapter_of, adapter_slots, names_of
 from .block_map import BlockOwners
 
@@ -183,13 +183,14 @@ def configuration(engine: Engine, service: Service) -> list[dict[str, Any]]:
         "num_gpu_blocks": engine.info.num_blocks,
     }
     rows = []
-    for config, helps in ((engine.config, ENGINE_HELP), (service.config, SERVER_HELP)):
-        for group, texts in helps.items():
-            for name, text in texts.items():
-                value = effective.get(name, getattr(config, name))
-                shown = HIDDEN if name in SECRET and value else value
-                source = service.sources.get(name, "")
-                rows.append({"group": group, "name": name, "value": shown, "source": source, "help": text})
+    for config in (engine.config, service.config):
+        kind: Kind = type(config)
+        for field in (field for fields in groups_of(kind).values() for field in fields):
+            value = effective.get(field.name, getattr(config, field.name))
+            shown = HIDDEN if field.info.is_secret and value else value
+            source = service.sources.get(field.name, "")
+            row = {"group": field.info.group, "name": field.name, "value": shown}
+            rows.append({**row, "source": source, "help": field.info.help})
     return rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..settings import SECRET
+from ..settings.fields import Kind, fields_of
 from .caches import caches
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ def server_info(engine: Engine, service: Service, version: str) -> dict[str, Any
             "embeddings": None if info.pooling is None else asdict(info.pooling),
         },
         "config": {
-            "engine": _shown(asdict(engine.config) | _resolved(info)),
-            "server": _shown(asdict(config)),
+            "engine": _shown(type(engine.config), asdict(engine.config) | _resolved(info)),
+            "server": _shown(type(config), asdict(config)),
         },
         "memory": None if info.memory is None else info.memory.to_json(),
         "graphs": None if info.captured is None else info.captured.to_event(),
@@ -95,8 +95,9 @@ def _resolved(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _shown(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: HIDDEN if name in SECRET and value else value for name, value in settings.items()}
+def _shown(kind: Kind, settings: dict[str, Any]) -> dict[str, Any]:
+    fields = fields_of(kind)
+    return {name: HIDDEN if fields[name].info.is_secret and value else value for name, value in settings.items()}
 
 
 def _blocks(engine: Engine) -> dict[str, int] | None:

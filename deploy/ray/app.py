@@ -19,7 +19,8 @@ from ...runtime.env.log import configure, get_logger
 from ...stages.config import EngineConfig
 from ...stages.errors import ConfigError
 from ..config import ServerConfig
-from ..settings import near_miss, parse
+from ..settings.near_miss import near_miss
+from ..settings.sources import parse
 from .asgi_bridge import AsgiBridge
 from .placement import parse_resources
 from .ray_library import ray_library

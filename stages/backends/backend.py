@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..config import ModelImpl
 from ..device.device import CallBefore
+from ..engine_settings import ModelImpl
 from ..execute.model_runner import ModelRunner
 from ..memory_table import MemoryTable
 from ..messages import Rates

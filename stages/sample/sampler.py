@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..array_checks import num_true
-from ..config import LogprobsMode
 from ..device.arrays import Array, arrays_of
 from ..device.pooler import Pooler
 from ..device.scored_prompts import LogitsWithPrompts
 from ..device.step_result import TokenChoice
+from ..engine_settings import LogprobsMode
 from ..grammar.masks import GrammarMasks
 from ..messages import (
     Bools,

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...runtime.message import message
-from ..config import LogprobsMode
 from ..device.arrays import Array, HostArray, arrays_of
 from ..device.step_result import TokenChoice
+from ..engine_settings import LogprobsMode
 from ..grammar.masks import AllowedTokens
 from ..messages import Bools, Indices, Ints, Started, TopLogprobs
 from . import sampling_math

@@ -16,8 +16,8 @@ from ....kernels.kernel_set import SamplingKernels
 from ....kernels.layout import sampling_rows, step_state
 from ....kernels.layout.step_state import SlotState, StepBuffers
 from ....model.decoder.upload import upload
-from ...config import LogprobsMode
 from ...device.step_result import TokenChoice
+from ...engine_settings import LogprobsMode
 from ...grammar.masks import AllowedTokens
 from ...messages import Bools, Indices, Ints, Started, TopLogprobs
 from ...params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS

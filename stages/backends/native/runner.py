@@ -15,10 +15,10 @@ from ....model.decoder.growing_tables import GrowingTables
 from ....model.decoder.native_decoder import NativeDecoder
 from ....model.decoder.native_lora import NativeLoraTable
 from ...array_checks import num_true
-from ...config import LogprobsMode
 from ...device.arrays import Array
 from ...device.pooler import Pooler
 from ...device.step_result import StepResult, TokenChoice
+from ...engine_settings import LogprobsMode
 from ...execute.model_runner import ModelRunner
 from ...grammar.masks import AllowedTokens
 from ...messages import Bools, StepGrant

@@ -30,8 +30,9 @@ from ....runtime.env.log import get_logger
 from ....runtime.processes.order_line import LineEnded
 from ....runtime.startup.load_progress import LoadProgress
 from ....runtime.startup.phases import Phases
-from ...config import EngineConfig, ModelImpl
+from ...config import EngineConfig
 from ...device.device_guard import first_line, is_out_of_memory
+from ...engine_settings import ModelImpl
 from ...errors import ConfigError
 from ...execute.model_runner import ModelRunner
 from ...outputs import WeightUse

@@ -22,7 +22,8 @@ from millrace.deploy.cli.main import main
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server.server import Server
 from millrace.runtime.env.log import captured_logs
-from millrace.stages.config import EngineConfig, ModelImpl
+from millrace.stages.config import EngineConfig
+from millrace.stages.engine_settings import ModelImpl
 from millrace.stages.errors import ConfigError
 from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_engine
 

@@ -28,7 +28,7 @@ import pytest
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.server.server import Server
-from millrace.deploy.settings import resolve
+from millrace.deploy.settings.sources import resolve
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import Begun, Prompt, Request, StepText
 from millrace.stages.params import SamplingParams

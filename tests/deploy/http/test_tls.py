@@ -10,7 +10,8 @@ import trustme
 
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.http.tls import tls_context
-from millrace.deploy.settings import SERVER_HELP, resolve, show
+from millrace.deploy.settings.fields import groups_of
+from millrace.deploy.settings.sources import resolve, show
 from millrace.stages.errors import ConfigError
 from tests.deploy.running import RunningServer, head_bytes, read_answer, send
 
@@ -100,7 +101,7 @@ def test_what_is_wrong_with_a_certificate_is_said_with_its_file(files, tmp_path,
 def test_a_password_is_never_a_flag_nor_shown(capsys):
     from millrace.deploy.cli.main import main
 
-    assert "ssl_keyfile_password" in SERVER_HELP["listening"]
+    assert "ssl_keyfile_password" in [field.name for field in groups_of(ServerConfig)["listening"]]
     with pytest.raises(SystemExit):
         main(["serve", "--ssl-keyfile-password", "word"])
     settings = resolve((ServerConfig,), {}, {"MILLRACE_SSL_KEYFILE_PASSWORD": "word"}, None)

@@ -13,7 +13,7 @@ from millrace.deploy.cli.other_engines.near_misses import ENGINES
 from millrace.deploy.cli.other_engines.rows import Read, Renamed, SoAnyway, Switch, Unsupported
 from millrace.deploy.cli.other_engines.vllm_flags import ALIASES, VLLM
 from millrace.deploy.config import ServerConfig
-from millrace.deploy.settings import build, resolve
+from millrace.deploy.settings.sources import build, resolve
 from millrace.stages.config import EngineConfig
 
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [  # arguments of vLLM -> the settings that they give

@@ -212,16 +212,16 @@ def test_observers_see_adapters_in_slots_who_waits_for_one_and_who_got_it(
             second = asyncio.ensure_future(tokens(engine, PROMPTS[1], "two", request_id="second", priority=5))
             while not (engine.scheduler.adapters and len(engine.scheduler.adapters)):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            rows = {row["id"]: row for row in LiveRequests().page(engine, RequestWindow())["rows"]}
+            status = engine.status(with_sequences=True)
+            rows = {row["id"]: row for row in LiveRequests().page(engine, status, RequestWindow())["rows"]}
             assert {name: (row["adapter"], row["waits_for_adapter"]) for name, row in rows.items()} == {
                 "first": ("one", False),
                 "second": ("two", True),
             }
-            (found,) = LiveRequests().page(engine, RequestWindow(search="tw"))["rows"]
-            assert (
-                found["id"] == "second" and LiveRequests().page(engine, RequestWindow(search="irst"))["num_live"] == 1
-            )
-            adapters = snapshots.overview(engine, engine.status(), engine.health)["adapters"]
+            (found,) = LiveRequests().page(engine, status, RequestWindow(search="tw"))["rows"]
+            assert found["id"] == "second"
+            assert LiveRequests().page(engine, status, RequestWindow(search="irst"))["num_live"] == 1
+            adapters = snapshots.overview(engine, status, engine.health)["adapters"]
             assert adapters["slots"] == [{"slot": 1, "state": "resident", "adapter": "one", "num_running": 1}]
             assert adapters["waiting"] == [{"adapter": "two", "num_waiting": 1}]
             urgent = asyncio.ensure_future(tokens(engine, PROMPTS[0], "three", request_id="urgent"))

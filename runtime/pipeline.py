@@ -385,6 +385,7 @@ class Pipeline(Graph):
             raise
         except BaseException as error:
             if not runner.is_ready.is_set():
+                error.add_note(f"while the stage {name} was set up")
                 raise  # a failed set-up belongs to the caller of start
             self._break(name, error)
 

@@ -111,3 +111,8 @@ class TokenRequest:
     adapter: AdapterRef | None = None  # with its digest; None: the base model
     owner: str = ""  # as in `Request`
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_warm_up(self) -> bool:
+        """As in `Request`."""
+        return self.request_id.startswith("warm-up")

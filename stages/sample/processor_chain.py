@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
+from ...runtime.env.log import get_logger
 from ..errors import ConfigError
 from ..messages import Indices, Started
 from ..plugins import find_plugin, make_plugin, parse_plugins
 from .logits_processor import LogitsProcessor
 
 GROUP = "millrace.logits_processors"  # of entry points
+
+log = get_logger("millrace.stages")
 
 
 def load_processors(settings: Sequence[str]) -> list[LogitsProcessor]:
@@ -55,26 +59,37 @@ class ProcessorChain(LogitsProcessor):
     def start(self, started: Started) -> bool:
         asked, slot = started.params.extra_args, started.slot
         for processor, slots in zip(self.processors, self._slots, strict=True):
-            if (processor.always or processor.name in asked) and processor.start(started):
-                slots.add(slot)
-            else:
-                slots.discard(slot)
+            with _logged(processor):
+                is_processed = (processor.always or processor.name in asked) and processor.start(started)
+            (slots.add if is_processed else slots.discard)(slot)
         return any(slot in slots for slots in self._slots)
 
     def process(self, slots: Indices, logits: Any) -> None:
         for processor, own in zip(self.processors, self._slots, strict=True):
             rows = _rows(slots, own)
-            if len(rows) == len(slots):
-                processor.process(slots, logits)
-            elif len(rows):
-                some = logits[rows]  # a copy
-                processor.process(slots[rows], some)
-                logits[rows] = some
+            with _logged(processor):
+                if len(rows) == len(slots):
+                    processor.process(slots, logits)
+                elif len(rows):
+                    some = logits[rows]  # a copy
+                    processor.process(slots[rows], some)
+                    logits[rows] = some
 
     def note(self, slots: Indices, token_ids: Indices) -> None:
         for processor, own in zip(self.processors, self._slots, strict=True):
             if len(rows := _rows(slots, own)):
-                processor.note(slots[rows], token_ids[rows])
+                with _logged(processor):
+                    processor.note(slots[rows], token_ids[rows])
+
+
+@contextmanager
+def _logged(processor: LogitsProcessor) -> Iterator[None]:
+    """Logs what a processor raises, with its traceback: the failed step names no processor."""
+    try:
+        yield
+    except Exception as error:
+        log.error("logits_processor.failed", name=processor.name, error=type(error).__name__, exc_info=error)
+        raise
 
 
 def _rows(slots: Indices, own: set[int]) -> Indices:

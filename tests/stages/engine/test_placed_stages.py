@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from millrace.runtime.stage import Context, Outlet, Stage
 from millrace.stages import LLM, EngineConfig, PlacedStage, SamplingParams
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import ConfigError
 from millrace.stages.fleet.fleet_engine import FleetEngine
+from millrace.stages.messages import TokenRequest
 from millrace.stages.plugins import find_plugin, parse_plugins
 from millrace.stages.split.split_engine import SplitEngine
 from millrace.stages.testing import scripted_engine
@@ -125,3 +130,19 @@ def test_llm_takes_stages_of_the_settings_and_made_ones_alike() -> None:
         (output,) = llm.generate("Once upon a time", params, use_tqdm=False)
     text = output.outputs[0].text
     assert output.num_prompt_tokens == 3 and "~" in text and text == text.upper() != text.lower()
+
+
+def test_an_error_of_a_set_up_names_its_stage_and_prompts_say_if_they_are_the_engines_own() -> None:
+    class Broken(Stage[TokenRequest, TokenRequest]):
+        async def setup(self, context: Context) -> None:
+            raise RuntimeError("no database")
+
+        async def handle(self, batch: Sequence[TokenRequest], out: Outlet[TokenRequest]) -> None:
+            raise AssertionError("not set up")
+
+    engine = scripted_engine(stages=[PlacedStage(Broken(), after="tokenize")])
+    with pytest.raises(RuntimeError, match="no database") as caught:
+        asyncio.run(engine.start())
+    assert caught.value.__notes__ == ["while the stage broken was set up"]
+    of = partial(TokenRequest, prompt_index=0, token_ids=np.arange(2), params=SamplingParams(), first_sequence_id=0)
+    assert of(request_id="warm-up").is_warm_up and not of(request_id="cmpl-1").is_warm_up

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.runtime.env.log import captured_logs
 from millrace.stages.config import EngineConfig
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import ConfigError
@@ -111,3 +112,16 @@ def test_one_engine_serves_those_that_ask_and_others_as_without_it(kind: type[En
                 assert await ask() == plain and (ahead is None or ahead.num_handed_over > before)
 
     asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_what_a_processor_raises_is_logged_with_its_name() -> None:
+    class Broken(Only):
+        def note(self, slots: Any, token_ids: Any) -> None:
+            raise KeyError("a bug")
+
+    chain = ProcessorChain([Only(), Broken()])
+    assert chain.start(started(0, broken={}))
+    with captured_logs() as lines, pytest.raises(KeyError):
+        chain.note(np.array([0]), np.array([7]))
+    (line,) = lines
+    assert (line["event"], line["name"], line["error"]) == ("logits_processor.failed", "broken", "KeyError")

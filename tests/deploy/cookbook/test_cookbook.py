@@ -34,6 +34,7 @@ from millrace.stages.messages import Begun, Prompt, Request, StepText
 from millrace.stages.params import SamplingParams
 from millrace.stages.testing import conformance, scripted_engine
 from millrace.stages.testing.conformance_kit import BrokenPromise
+from tests.counts import FULL
 from tests.deploy.metrics.test_metrics import samples_of
 from tests.deploy.running import ROOT, RunningServer
 from tests.deploy.sockets import Client
@@ -293,6 +294,7 @@ def test_the_three_stages_serve_inline_from_an_installed_package(site: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not FULL, reason="5 s of CPU; with MILLRACE_FULL=1")
 def test_the_three_stages_serve_in_split_mode_by_the_command(site: Path, tmp_path: Path) -> None:
     (tmp_path / "millrace.yaml").write_text(
         "mode: split\nthreads: 1\nmax_num_seqs: 4\nport: 0\n"

@@ -111,7 +111,8 @@ BELOW = {
     "deploy/openapi/shapes": "deploy",
     "deploy/openapi/operations": "deploy deploy/metrics deploy/api/schema deploy/api/openai deploy/api/responses "
     "deploy/api/dialects deploy/api/messages deploy/api/ollama deploy/inspect deploy/admin deploy/openapi/shapes",
-    "deploy/openapi": "deploy deploy/http deploy/api deploy/api/schema deploy/openapi/shapes deploy/openapi/operations",
+    "deploy/openapi": "deploy deploy/settings deploy/http deploy/api deploy/api/schema deploy/openapi/shapes "
+    "deploy/openapi/operations",
     "deploy/server": "deploy deploy/http deploy/metrics deploy/api deploy/api/openai deploy/api/responses "
     "deploy/api/dialects deploy/api/messages deploy/api/ollama deploy/websocket deploy/inspect deploy/admin "
     "deploy/dashboard deploy/openapi",

@@ -10,9 +10,11 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from ...stages.config import EngineConfig
 from ..api.schema.hints import ModelLimits, Schema, fill_in_limits
 from ..config import ServerConfig
 from ..http.body_reader import MAX_CHUNKS
+from ..settings.fields import Kind, fields_of
 from .docstrings import add_descriptions
 from .operations import OPERATIONS, Content, Operation
 from .shapes import openai
@@ -201,6 +203,8 @@ def _schemas(operations: Iterable[Operation], config: ServerConfig) -> dict[str,
     _, generated = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     schemas: dict[str, Schema] = generated["$defs"]
     add_descriptions(schemas)
+    for side, kind in (("engine", EngineConfig), ("server", type(config))):
+        schemas["Configuration"]["properties"][side]["properties"] = _settings(kind)
     if config.strict_fields:
         for operation in operations:
             if operation.body is not None:
@@ -208,6 +212,14 @@ def _schemas(operations: Iterable[Operation], config: ServerConfig) -> dict[str,
                 for part in (schema, schema["properties"].get("sampling_params", {})):
                     part["additionalProperties"] = False
     return schemas
+
+
+def _settings(kind: Kind) -> Schema:
+    """Meaning and unit of each setting in the answer of /server_info."""
+    return {
+        name: {"description": field.info.help} | ({"x-unit": field.info.unit} if field.info.unit else {})
+        for name, field in fields_of(kind).items()
+    }
 
 
 def _schemes(operations: Iterable[Operation], has_keys: bool) -> dict[str, Schema]:

@@ -11,6 +11,7 @@ import pytest
 from millrace.deploy.cli import main as command_line
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.inspect.server_info import _shown
+from millrace.deploy.openapi.document import openapi
 from millrace.deploy.settings.fields import KINDS, fields_of
 from millrace.deploy.settings.sources import build, resolve
 from millrace.stages.setting import SettingGroup, settings_of
@@ -79,6 +80,13 @@ def test_a_new_secret_is_masked_in_what_the_server_shows() -> None:
     config = build(TeaConfig, resolve((TeaConfig,), {}, {"MILLRACE_RECIPE": "x"}, None))
     assert config.recipe == "x"
     assert _shown(TeaConfig, {"steeping_s": 1.0, "recipe": config.recipe}) == {"steeping_s": 1.0, "recipe": "***"}
+
+
+def test_a_new_setting_is_in_the_openapi_document_with_its_unit() -> None:
+    schemas = openapi(TeaConfig(), "1", None)["components"]["schemas"]
+    shown = schemas["Configuration"]["properties"]["server"]["properties"]
+    assert shown["steeping_s"] == {"description": "seconds of steeping; 50% more for black tea", "x-unit": "seconds"}
+    assert [*shown] == [*fields_of(TeaConfig)]
 
 
 def test_a_field_without_a_description_is_named() -> None:

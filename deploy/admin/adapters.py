@@ -74,7 +74,7 @@ class AdapterAdminRoutes:
         gate = self.service.require_adapters()
         body = await read(request, self.service.config, self._threads, self._add_body)
         await self._load(body.name, body.path, "name", "replace" if not body.replace else "")
-        return answer(self._state(gate.registry.require(body.name)))
+        return answer(self._state(gate.registry.require(body.name), self._slots()))
 
     async def remove(self, request: web.Request) -> web.Response:
         """`DELETE /admin/adapters/{name}`: the name is gone at once.
@@ -97,7 +97,7 @@ class AdapterAdminRoutes:
             raise ApiError("invalid_value", f"where = {where[:64]!r}: must be host or device", param="where")
         try:
             await engine.pin_adapter(name, on_device=where == "device")
-            return answer(self._state(adapters.registry.require(name)))
+            return answer(self._state(adapters.registry.require(name), self._slots()))
         except RequestError as error:
             raise _known(error) from error
 
@@ -106,7 +106,7 @@ class AdapterAdminRoutes:
         adapters, engine, name = self.service.require_adapters(), self.service.require_engine(), _name(request)
         try:
             engine.unpin_adapter(name)
-            return answer(self._state(adapters.registry.require(name)))
+            return answer(self._state(adapters.registry.require(name), self._slots()))
         except RequestError as error:
             raise _known(error) from error
 
@@ -136,15 +136,21 @@ class AdapterAdminRoutes:
         """`GET /admin/adapters`: every adapter with what it takes, who uses it and where it is."""
         gate = self.service.require_adapters()
         await self.service.require_engine().refresh()
-        return answer({"adapters": [self._state(entry) for entry in gate.registry]})
+        slots = self._slots()
+        return answer({"adapters": [self._state(entry, slots) for entry in gate.registry]})
 
-    def _state(self, entry: AdapterEntry) -> dict[str, Any]:
-        gate, lines = self.service.require_adapters(), self.service.require_engine().scheduler.adapters
-        slot = None if lines is None or not entry.digest else lines.slots.of(entry.digest)
+    def _slots(self) -> dict[str, tuple[str, int]]:
+        """By digest: the state of its device slot, and the sequences that hold it."""
+        core = self.service.require_engine().status().core
+        slots = () if core is None or core.scheduler.adapters is None else core.scheduler.adapters.slots
+        return {digest: (state, num_running) for state, digest, num_running in slots if digest}
+
+    def _state(self, entry: AdapterEntry, slots: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
+        gate, slot = self.service.require_adapters(), slots.get(entry.digest)
         return {
             "name": entry.name,
             "path": str(entry.path),
-            "state": "on_disk" if entry.digest not in gate.store else "on_host" if slot is None else slot.state.value,
+            "state": "on_disk" if entry.digest not in gate.store else "on_host" if slot is None else slot[0],
             "digest": entry.digest or None,
             "parent": entry.parent,
             "rank": entry.rank,
@@ -152,7 +158,7 @@ class AdapterAdminRoutes:
             "requests": entry.num_uses,
             "pinned": entry.pin,
             "in_progress": gate.store.num_users(entry.digest) if entry.digest else 0,
-            "running": 0 if slot is None else slot.num_running,
+            "running": 0 if slot is None else slot[1],
             "load_s": round(entry.load_s, 4),
             "last_error": entry.error or None,
         }

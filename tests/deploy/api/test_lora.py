@@ -358,8 +358,9 @@ def test_clients_name_adapters_as_models_and_operators_load_them(folder: Path, w
             for model in ("one", "two", "three", "one"):
                 assert (await post("/v1/completions", asked(model)))[1]["choices"][0]["token_ids"] == wanted[model, 0]
             await engine.refresh()
-            slot = engine.scheduler.adapters.slots.of(pinned["digest"])  # type: ignore[union-attr]
-            assert slot is not None and slot.state.value == "resident", "two others have shared the other slot"
+            slots = engine.status().core.scheduler.adapters.slots  # type: ignore[union-attr]
+            found = [state for state, digest, _ in slots if digest == pinned["digest"]]
+            assert found == ["resident"], "two others have shared the other slot"
             for name in ("one", "three"):
                 assert (await post(f"/admin/adapters/{name}/unpin", None, **admin))[1]["pinned"] is None
             assert (await post("/v1/unload_lora_adapter", {"lora_name": "new"}, **admin))[0] == 200

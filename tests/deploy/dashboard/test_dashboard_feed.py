@@ -123,7 +123,8 @@ async def test_the_admin_key_alone_opens_the_dashboard():
             async with looking(running, {"admin_key": "boss"}) as viewer:
                 hello = await viewer.hear()
                 assert hello["can_cancel"] and hello["has_admin_key"]
-                assert hello["chat"] == {"has_template": True, "shows_tools": True, "has_auto_tools": True}
+                facts = {"has_template": True, "shows_tools": True, "has_auto_tools": True, "max_logprobs": 20}
+                assert hello["chat"] == facts
             for wrong in (
                 {"admin_key": "sesame"},
                 {"admin_key": "boss", "key": "wrong"} if api_key else {"admin_key": "x"},

@@ -102,7 +102,7 @@ def test_a_lost_device_is_told_by_health_metrics_and_dashboard_and_ends_each_req
                 assert "an illegal memory access was encountered" in answer["error"]["message"]
             assert (await client.post({"prompt": "a"}))[0] == 503
             assert of(await client.scrape(), "millrace:health", state="dead") == 1
-            shown = overview(client.engine, client.server.service.health)["health"]
+            shown = overview(client.engine, client.engine.status(), client.server.service.health)["health"]
             assert shown == {"state": "dead", "stage": "sample", "reason": health["reason"]}
 
     with captured_logs():

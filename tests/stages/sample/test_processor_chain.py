@@ -109,7 +109,12 @@ def test_one_engine_serves_those_that_ask_and_others_as_without_it(kind: type[En
                 parts: Any = engine._parts
                 ahead = getattr(parts.core.loaded.runner, "ahead", None)  # of the native runner
                 before = 0 if ahead is None else ahead.num_handed_over
-                assert await ask() == plain and (ahead is None or ahead.num_handed_over > before)
+                for _ in range(50):  # a busy machine may be late with each of few steps
+                    assert await ask() == plain
+                    if ahead is None or ahead.num_handed_over > before:
+                        break
+                else:
+                    raise AssertionError("no step of requests without a processor was handed over")
 
     asyncio.run(asyncio.wait_for(main(), 120))
 

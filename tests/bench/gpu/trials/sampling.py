@@ -51,7 +51,7 @@ def sampling_trials(
         device
     )
     slots, positions = (torch.arange(num_rows, device=device) + first for first in (0, 9))
-    least = _twin(reference_sampling.thresholds, logits, rows, slots)
+    bounds = _twin(reference_sampling.bounds_of, logits, rows, slots)
     kinds = [asked[row % len(asked)] for row in range(num_rows)]
     num_penalised = sum("repetition_penalty" in kind for kind in kinds)
     size, name = dtype.itemsize, f"of {num_rows} x {vocab_size}"
@@ -62,10 +62,10 @@ def sampling_trials(
     ends = torch.zeros(num_rows, 1, dtype=torch.int32, device=device)
     chosen = torch.randint(0, vocab_size, (num_rows,), generator=draw, device=device)
 
-    def chosen_well(token_ids: Tensor, threshold: Tensor | None) -> Iterator[str]:
+    def chosen_well(token_ids: Tensor, kept: Tensor | None) -> Iterator[str]:
         is_wrong = token_ids.cpu() < 0
         taken = token_ids.cpu().clamp(0, vocab_size - 1)[:, None]
-        masses, scores = _scores(logits, rows, slots, positions, threshold, taken // GROUP)
+        masses, scores = _scores(logits, rows, slots, positions, kept, taken // GROUP)
         for score, place in ((masses, taken // GROUP), (scores, taken % GROUP)):
             best = score.max(1).values
             is_wrong |= ~(score.gather(1, place)[:, 0] >= best - NOISE_ROUNDING * (1 + best.abs()))
@@ -73,11 +73,11 @@ def sampling_trials(
             yield f"rows {is_wrong.nonzero()[:, 0].tolist()[:8]} did not get their likeliest token"
 
     def cut_well(got: Tensors) -> Iterator[str]:
-        mass = _mass_between(logits, rows, slots, got["least"].cpu(), least.cpu())
+        mass = _mass_between(logits, rows, slots, got["bounds"].cpu(), bounds.cpu())
         is_wrong = ~(mass <= MASS_ROUNDING)
         if bool(is_wrong.any()):
             yield f"rows {is_wrong.nonzero()[:, 0].tolist()[:8]} keep other tokens than a sort does"
-        yield from chosen_well(got["ids"], got["least"])
+        yield from chosen_well(got["ids"], got["bounds"])
 
     def counted(got: Tensors) -> Iterator[str]:
         want = before.cpu().clone()
@@ -106,7 +106,7 @@ def sampling_trials(
         ),
         Trial(
             f"choose_truncated {name}",
-            lambda: dict(zip(("ids", "least"), kernels.choose_truncated(logits, rows, slots, positions), strict=True)),
+            lambda: dict(zip(("ids", "bounds"), kernels.choose_truncated(logits, rows, slots, positions), strict=True)),
             cut_well,
             roofline_sampling.choose_truncated(num_rows, vocab_size, size),
         ),
@@ -137,14 +137,14 @@ def _twin(kernel: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 def _scores(
-    logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, least: Tensor | None, group: Tensor
+    logits: Tensor, rows: Tensor, slots: Tensor, positions: Tensor, bounds: Tensor | None, group: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What groups [L, G], and the tokens of one group [L, 1] of each row [L, 128], are ranked by: f64, on the host."""
     wide, rows, slots, positions = logits.double().cpu(), rows.cpu(), slots.cpu(), positions.cpu()
     temperature = rows[slots].view(torch.float32)[:, sampling_rows.TEMPERATURE].double()
     is_random = (temperature > 0)[:, None]
-    if least is not None:
-        wide = wide.masked_fill(is_random & (wide < least.double().cpu()[:, None]), -torch.inf)
+    if bounds is not None:
+        wide = wide.masked_fill(is_random & ~_is_within(wide, bounds.cpu()), -torch.inf)
     wide = wide / torch.where(temperature > 0, temperature, 1.0)[:, None]
     groups = torch.nn.functional.pad(wide, (0, -wide.shape[1] % GROUP), value=-torch.inf).view(len(wide), -1, GROUP)
     masses = torch.where(is_random, groups.logsumexp(2), groups.amax(2))
@@ -158,9 +158,13 @@ def _scores(
 
 
 def _mass_between(logits: Tensor, rows: Tensor, slots: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """[L] f64: the probability, at each row's temperature, of what one threshold keeps and the other does not."""
+    """[L] f64: the probability, at each row's temperature, of what one pair of bounds keeps and the other does not."""
     wide, asked = logits.double().cpu(), rows.cpu()[slots.cpu()]
     temperature = asked.view(torch.float32)[:, sampling_rows.TEMPERATURE].double()
     shares = (wide / torch.where(temperature > 0, temperature, 1.0)[:, None]).softmax(1)
-    is_between = (wide >= one.double()[:, None]) != (wide >= other.double()[:, None])
-    return (shares * is_between).sum(1)
+    return (shares * (_is_within(wide, one) != _is_within(wide, other))).sum(1)
+
+
+def _is_within(wide: Tensor, bounds: Tensor) -> Tensor:
+    """[L, V] which logits lie within a row's bounds, [L, 2]."""
+    return (wide >= bounds[:, :1].double()) & (wide <= bounds[:, 1:].double())

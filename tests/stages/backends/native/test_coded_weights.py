@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from millrace.kernels.native import build, library, machine
@@ -19,13 +21,13 @@ pytestmark = [
 PROMPTS = ["Once upon a time", "The cat said:", "A list: one, two, three,"]
 
 
-def answers() -> tuple[list[str], int]:
-    """Tokens and log-probabilities of some answers, written out, and bytes of weights."""
+def answers() -> tuple[list[Any], int]:
+    """Tokens and log-probabilities of some answers, and bytes of weights."""
     params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=3, ignore_eos=True)
     with LLM(device="cpu", max_model_len=256, max_num_seqs=8, threads=1) as llm:
         assert llm.info.memory is not None
         choices = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
-        told = [repr((choice.token_ids, choice.logprobs)) for choice in choices]
+        told = [(tuple(choice.token_ids), tuple(choice.logprobs or ())) for choice in choices]
         return told, llm.info.memory.row("weights").num_bytes
 
 

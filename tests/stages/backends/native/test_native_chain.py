@@ -66,6 +66,15 @@ def both(
     return right, ran, found[0].ahead.num_handed_over - found[1]
 
 
+def in_line(*args: Any, **settings: Any) -> tuple[Ran, Ran, int]:
+    """As `both`, and some steps were handed over: a busy machine may be late with all of few, so then it runs again."""
+    for _ in range(5):
+        right, ran, num_handed_over = both(*args, **settings)
+        if num_handed_over or ran.answers != right.answers:
+            break
+    return right, ran, num_handed_over
+
+
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
 def test_greedy_and_drawn_answers_are_the_same_whatever_is_in_flight(checkpoint: Path, steps_in_flight: int) -> None:
     drawn = [SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=i, ignore_eos=True) for i in range(3)]
@@ -81,7 +90,7 @@ def test_greedy_and_drawn_answers_are_the_same_whatever_is_in_flight(checkpoint:
 def test_sequences_that_lose_their_blocks_go_on_where_they_were(checkpoint: Path, swap_blocks: int) -> None:
     asks = [(prompt, greedy(40)) for prompt in prompts(8, 30)]
     settings = {"num_gpu_blocks": 14, "max_model_len": 100, "block_size": 8, "num_cpu_blocks": swap_blocks}
-    right, ran, num_handed_over = both(checkpoint, asks, enable_prefix_caching=False, **settings)
+    right, ran, num_handed_over = in_line(checkpoint, asks, enable_prefix_caching=False, **settings)
     assert ran.answers == right.answers
     assert ran.num_preemptions > 0 and num_handed_over > 0
 
@@ -92,7 +101,7 @@ def test_answers_end_where_they_should_while_later_steps_are_in_line(checkpoint:
     for i, (prompt, ((ids, text, _),)) in enumerate(zip(prompts(6, 20), plain.answers, strict=True)):
         more: dict[str, Any] = {"stop_token_ids": (ids[7],)} if i % 2 else {"stop": (text[4:7],)}
         asks.append((prompt, greedy(20, **more)))
-    right, ran, num_handed_over = both(checkpoint, asks)
+    right, ran, num_handed_over = in_line(checkpoint, asks)
     assert ran.answers == right.answers and num_handed_over > 0
     assert [reason for ((_, _, reason),) in ran.answers].count("stop") >= 5
 
@@ -169,7 +178,7 @@ def test_a_sample_stage_of_yours_gets_logits_of_greedy_rows_too(checkpoint: Path
 
 def test_drafts_and_links_take_turns(checkpoint: Path) -> None:
     asks: list[Ask] = [([5, 6, 7, 8, 9, 10] * 8, greedy(60))]
-    right, ran, num_handed_over = both(checkpoint, asks, speculation="ngram")
+    right, ran, num_handed_over = in_line(checkpoint, asks, speculation="ngram")
     assert ran.answers == right.answers and num_handed_over > 0
 
 
@@ -200,7 +209,7 @@ def test_a_step_that_fails_takes_those_in_line_with_it_and_all_go_on(checkpoint:
         sampler.sample = fail_now_and_then
 
     settings = {"num_gpu_blocks": 20, "max_model_len": 100, "block_size": 8, "num_cpu_blocks": swap_blocks}
-    right, ran, num_handed_over = both(checkpoint, asks, spoil, enable_prefix_caching=False, **settings)
+    right, ran, num_handed_over = in_line(checkpoint, asks, spoil, enable_prefix_caching=False, **settings)
     assert ran.answers == right.answers
     assert len(sampled) > 47 and num_handed_over > 0
 

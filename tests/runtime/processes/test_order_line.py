@@ -106,6 +106,9 @@ def test_a_member_that_ends_ends_all_and_is_named(made: Any) -> None:
     line.on_end.append(ended.append)
     line.send_each([Add(1), Add(-1)], "add")
     assert cause_of(line) == "rank 2 has ended (signal 9 (SIGKILL))"
+    until = time.monotonic() + 5
+    while len(ended) < 2 and time.monotonic() < until:  # the thread that found the cause tells it next
+        time.sleep(0.005)
     assert all(pupil.is_killed for pupil in pupils) and ended == ["aborted", line.cause]
     with pytest.raises(LineEnded, match="rank 2 has ended"):
         line.send(Add(1), "add")

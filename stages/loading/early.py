@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 from ...model.checkpoint import hub
 from ...model.checkpoint.model_kind import is_bidirectional
 from ...model.checkpoint.tensor_shapes import TensorSource, open_source
-from ...model.errors import UnbuiltError
 from ...model.families.registry import read_spec
 from ...model.files import LinkedFolder, read_json
 from ...model.spec import DecoderSpec
@@ -33,7 +32,7 @@ from ..backends.merged_adapters import merging_of
 from ..backends.weights_fit import WeightsFit, bytes_kept, smaller_forms
 from ..config import EngineConfig, resolve_step_size
 from ..errors import ConfigError
-from .model_impl import check_dtype, check_settings, why_not_here, why_through_transformers
+from .model_impl import check_dtype, check_settings, choose_impl, why_through_transformers
 from .native_choice import has_cuda_driver, why_not_native
 from .native_model import ITEM_SIZES, load_native_model
 
@@ -116,28 +115,20 @@ class EarlyLoading:
         threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
         if is_bidirectional(root):
             return OpenedModel(root, threads, None)
-        reason = why_through_transformers(config, root)
-        shape = None
-        if reason is None:
-            try:
-                reason = why_not_here(config, shape := read_spec(root))
-            except UnbuiltError as error:
-                if config.model_impl != "auto":
-                    raise
-                reason = str(error)
-        if shape is None or reason is not None:
-            check_settings(config, str(reason))
-            return OpenedModel(root, threads, None, why_through_transformers=str(reason))
+        shape, reason = choose_impl(config, root)
+        if shape is None:
+            check_settings(config, reason)
+            return OpenedModel(root, threads, None, why_through_transformers=reason)
         source, shape = open_source(root, shape, config.load_format, merging_of(config))
         for warning in source.warnings:
             log.warning("checkpoint.unusual", what=warning)
         check_dtype(config, shape)
         max_model_len = max_model_len_of(config, shape)
-        reason = why_not_native(config, shape)
-        if reason is not None:
+        why_not = why_not_native(config, shape)
+        if why_not is not None:
             if source.packing:
-                log.warning("weights.unpacked", packing=source.packing, reason=reason)
-            return OpenedModel(root, threads, shape, max_model_len, why_not_native=reason)
+                log.warning("weights.unpacked", packing=source.packing, reason=why_not)
+            return OpenedModel(root, threads, shape, max_model_len, why_not_native=why_not)
         log.info("threads.chosen", count=threads.count, cpus=list(threads.pinned), reason=threads.reason)
         native_model = self._submit(self._load_native_model, root, source, shape, max_model_len, threads)
         return OpenedModel(root, threads, shape, max_model_len, native_model, packing=source.packing)

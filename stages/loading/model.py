@@ -16,7 +16,6 @@ from ...model.checkpoint import hub
 from ...model.checkpoint.generation_defaults import GenerationDefaults
 from ...model.checkpoint.model_kind import is_bidirectional
 from ...model.checkpoint.tensor_shapes import open_source, output_rows
-from ...model.families.registry import read_spec
 from ...model.spec import DecoderSpec
 from ...model.text.detokenizer import IncrementalDecoder, TextTable
 from ...model.text.tokenizer import Tokenizer
@@ -42,7 +41,7 @@ from ..sample.sampler import Sampler
 from ..tasks import Task
 from ..tokenize.prompt_encoder import ModelEncoder
 from .early import EarlyLoading, OpenedModel, max_model_len_of, resolve
-from .model_impl import check_dtype, why_not_here, why_through_transformers
+from .model_impl import check_dtype, choose_impl
 from .native_choice import require_torch
 from .text_parts import TextParts, configured_pooling, read_text
 
@@ -103,10 +102,11 @@ def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], Mod
     root = resolve(config)
     if is_bidirectional(root):
         raise not_for_encoders(config)
-    if why_through_transformers(config, root) is not None or why_not_here(config, read_spec(root)) is not None:
+    shape, _ = choose_impl(config, root)
+    if shape is None:
         shape = _read_through_transformers(config, root, phases)
     else:
-        _, shape = open_source(root, read_spec(root), config.load_format)  # its sizes are those of the files
+        _, shape = open_source(root, shape, config.load_format)  # its sizes are those of the files
     text = read_text(config, root, shape, hub.model_name(config.model), phases)
     return lambda info: ModelText(info, text.tokenizer, text.encoder, text.table)
 

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...model.backend_gaps import missing
-from ...model.families.registry import has_family
+from ...model.errors import UnbuiltError
+from ...model.families.registry import has_family, read_spec
 from ...model.files import read_json
 from ...model.spec import DecoderSpec
 from ..backends.merged_adapters import refuse_merging
@@ -38,6 +39,25 @@ def why_not_here(config: EngineConfig, shape: DecoderSpec) -> str | None:
     if gaps and config.model_impl == "millrace":
         raise ConfigError(f"model_impl = millrace: {shape.family}: the decoder here lacks {', '.join(gaps)}; use auto")
     return f"{shape.family}: the decoder here lacks {', '.join(gaps)}" if gaps else None
+
+
+def choose_impl(config: EngineConfig, root: Path) -> tuple[DecoderSpec | None, str]:
+    """The shape of the decoder in `root` if a family here computes it; else None, and why transformers does.
+
+    Raises `ConfigError` and `ModelError` if neither may or can.
+    """
+    reason = why_through_transformers(config, root)
+    if reason is None:
+        try:
+            shape = read_spec(root)
+            reason = why_not_here(config, shape)
+        except UnbuiltError as error:
+            if config.model_impl != "auto":
+                raise
+            reason = str(error)
+        if reason is None:
+            return shape, ""
+    return None, reason
 
 
 def check_settings(config: EngineConfig, reason: str) -> None:

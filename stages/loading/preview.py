@@ -14,8 +14,6 @@ from ...kernels.native import build, library
 from ...model.checkpoint import hub
 from ...model.checkpoint.model_kind import is_bidirectional
 from ...model.checkpoint.tensor_shapes import open_source
-from ...model.errors import UnbuiltError
-from ...model.families.registry import read_spec
 from ...model.sharding.shard import why_not_cut
 from ...runtime.env.cpus import ComputeThreads, Cpus
 from ...runtime.startup.phases import Phases
@@ -24,7 +22,7 @@ from ..backends.weights_fit import WeightsFit
 from ..config import EngineConfig
 from ..errors import ConfigError
 from .early import max_model_len_of, resolve
-from .model_impl import check_dtype, check_settings, why_not_here, why_through_transformers
+from .model_impl import check_dtype, check_settings, choose_impl
 from .native_choice import require_torch, why_not_native
 from .native_model import native_fit
 from .text_parts import read_text
@@ -52,16 +50,9 @@ def preview_model(config: EngineConfig) -> ModelPreview:
     if is_bidirectional(root):
         _need("torch", f"{name} is an encoder, which runs on PyTorch")
         return ModelPreview(model_id=name, root=root, runs_on="PyTorch, an encoder")
-    reason, shape = why_through_transformers(config, root), None
-    if reason is None:
-        try:
-            reason = why_not_here(config, shape := read_spec(root))
-        except UnbuiltError as error:
-            if config.model_impl != "auto":
-                raise
-            reason = str(error)
-    if shape is None or reason is not None:
-        check_settings(config, str(reason))
+    shape, reason = choose_impl(config, root)
+    if shape is None:
+        check_settings(config, reason)
         _need("transformers", f"{name} runs through transformers: {reason}")
         return ModelPreview(model_id=name, root=root, runs_on=f"transformers: {reason}")
     source, shape = open_source(root, shape, config.load_format, merging_of(config))
@@ -72,17 +63,17 @@ def preview_model(config: EngineConfig) -> ModelPreview:
     longest = max_model_len_of(config, shape)
     read_text(config, root, shape, name, Phases(lambda: 0.0))
     preview = ModelPreview(model_id=name, root=root, runs_on="", max_model_len=longest)
-    reason = why_not_native(config, shape)
-    if reason is None and build.is_ready(library.choose_instruction_set()):
+    why_not = why_not_native(config, shape)
+    if why_not is None and build.is_ready(library.choose_instruction_set()):
         threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
         found = native_fit(config, root, source, shape, longest, threads)
         if isinstance(found, WeightsFit):
             return replace(preview, runs_on=f"the native library, as {found.form}", fit=found)
-        reason = found
-    if reason is None:
+        why_not = found
+    if why_not is None:
         return replace(preview, runs_on="the native library, once it is compiled")
-    require_torch(config, shape, reason)
-    return replace(preview, runs_on=f"PyTorch: {reason}")
+    require_torch(config, shape, why_not)
+    return replace(preview, runs_on=f"PyTorch: {why_not}")
 
 
 def _need(package: str, why: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,22 +14,22 @@ if TYPE_CHECKING:
     from ...stages.engine.engine_status import AdapterSlotsStatus
 
 
-def adapters(gate: AdapterGate | None, slots: AdapterSlotsStatus | None) -> Iterator[Metric]:
-    """The families of one scrape."""
+def adapters(gate: AdapterGate | None, slots: AdapterSlotsStatus | None, wall_s: float) -> Iterator[Metric]:
+    """The families of one scrape, at `wall_s` seconds since 1970."""
     info = GaugeMetricFamily(
         "vllm:lora_requests_info",
         "Adapters of running and waiting sequences; the value is the time of the scrape.",
         labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
     )
     if gate is None or slots is None:
-        info.add_metric(["0", "", ""], time.time())  # gateways that look for it report an error where it is missing
+        info.add_metric(["0", "", ""], wall_s)  # gateways that look for it report an error where it is missing
         yield info
         return
     names = gate.registry.names_by_digest()
     running = _named(names, [digest for _, digest, num_running in slots.slots if num_running])
     waiting = _named(names, slots.waiting)
     waiting = ",".join(sorted({*waiting.split(","), *gate.waiting} - {""}))
-    info.add_metric([str(len(slots.slots)), running, waiting], time.time())
+    info.add_metric([str(len(slots.slots)), running, waiting], wall_s)
     yield info
     yield counter("millrace:lora_loads", "Adapters loaded into a device slot.", slots.num_loads, {})
     yield counter("millrace:lora_host_loads", "Adapters read from disk.", gate.loader.num_loads, {})

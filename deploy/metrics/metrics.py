@@ -140,7 +140,8 @@ class Metrics:
         if status.core is not None:
             yield from self._gauges(self._engine, status.core, labels)
             yield from _core_counters(status.core.scheduler, status.core.cache, labels)
-            yield from adapters(self._engine.adapters, status.core.scheduler.adapters)
+            wall_s = self._engine.pipeline.env.wall_time()
+            yield from adapters(self._engine.adapters, status.core.scheduler.adapters, wall_s)
         yield from self._counters(self._engine, labels)
         name, text = "millrace:engine_process_deaths", "Engine processes that ended unexpectedly."
         yield counter(name, text, self._engine.num_deaths, {})

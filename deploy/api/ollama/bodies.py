@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
@@ -78,9 +79,9 @@ class OllamaBody(AdaptedBody):
         return self.stream is not False
 
     @property
+    @abstractmethod
     def is_empty(self) -> bool:
         """Whether there is nothing to answer: Ollama's clients load a model so, or unload it."""
-        raise NotImplementedError
 
     @property
     def longest(self) -> int | None:
@@ -108,9 +109,9 @@ class OllamaBody(AdaptedBody):
                 chat["reasoning_effort"] = EFFORTS.get(self.think, self.think)
         return chat
 
+    @abstractmethod
     def messages_for_chat(self) -> list[dict[str, Any]]:
         """The messages of the chat body."""
-        raise NotImplementedError
 
     def name_of(self, param: str) -> str:
         """This API's name of chat's field."""

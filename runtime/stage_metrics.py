@@ -1,4 +1,4 @@
-"""Metrics of a stage: counters, gauges and histograms with labels, read by whoever exports them.
+"""Metrics of a stage: counters, gauges and histograms with labels, read when they are exported.
 
     async def setup(self, context):
         self.tokens = context.metrics.counter("tokens", "Tokens by owner.", labels=("owner",))

@@ -1,6 +1,6 @@
 """The plan being served, and all that serving it has caused so far.
 
-Made when a plan arrives, passed to whoever serves a part of it, and gone with the answer.
+Made when a plan arrives, passed to all that serve a part of it, and gone with the answer.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ..device.step_result import TokenChoice
 from ..engine_settings import LogprobsMode
 from ..grammar.masks import AllowedTokens
 from ..messages import Bools, Indices, Ints, Started, TopLogprobs
-from . import sampling_math
+from . import logit_edits, sampling_math
 from .logits_processor import LogitsProcessor
 from .sampling_math import DrawParams, Longs
 from .slot_params import EDITS, GRAMMAR, LOGPROBS, RANDOM, SlotParams
@@ -74,7 +74,7 @@ class TokenChooser:
             self._edit(rows.slots, logits)
         if len(requested) and not is_raw:
             if allowed is not None:
-                sampling_math.allow_only(logits, allowed.rows, allowed.taken)
+                logit_edits.allow_only(logits, allowed.rows, allowed.taken)
                 allowed = None
             scored = self._processed(logits, requested, rows)
         if not len(rows.slots):
@@ -84,7 +84,7 @@ class TokenChooser:
     def _choose(self, rows: SampledRows, logits: Array, allowed: AllowedTokens | None) -> tuple[Longs, Bools]:
         """Chooses from [n, V] edited logits: (tokens, is_broken), [n] each."""
         if allowed is not None:
-            sampling_math.allow_only(logits, allowed.rows, allowed.taken)
+            logit_edits.allow_only(logits, allowed.rows, allowed.taken)
         is_random = rows.needs & RANDOM != 0
         drawing = self._drawing(rows.slots, rows.places) if rows.any_needs & RANDOM else None
         return sampling_math.choose(logits, is_random, drawing)
@@ -135,7 +135,7 @@ class TokenChooser:
             self._add_bias(slots, biased, logits)
         rows, ids = self.table.forbidden(slots)
         if len(rows):
-            sampling_math.forbid(logits, *_beside(logits, rows, ids))
+            logit_edits.forbid(logits, *_beside(logits, rows, ids))
         table = self.table
         if np.count_nonzero(table.limits.is_limited[slots]):
             table.limits.apply(slots, logits)
@@ -171,8 +171,8 @@ class TokenChooser:
             frequency = table.frequency_penalty[at, None] * is_token
             presence = table.presence_penalty[at, None]
             row, token, often, once = _beside(logits, rows[:, None], ids.astype(np.int64), frequency, presence)
-            sampling_math.penalise_frequency(logits, row, token, often)
-            sampling_math.penalise_presence(logits, row, token, once)
+            logit_edits.penalise_frequency(logits, row, token, often)
+            logit_edits.penalise_presence(logits, row, token, once)
 
     def _penalise_repetition(self, slots: Indices, rows: Longs, num_tokens: Ints, logits: Array) -> None:
         penalty = self.table.repetition_penalty[slots]
@@ -183,7 +183,7 @@ class TokenChooser:
         column = np.minimum(np.arange(num_tokens.max()), num_tokens - 1)
         ids = self.table.tokens[slots[repeated, None], column].astype(np.int64)
         row, token, factor = _beside(logits, rows[repeated, None], ids, penalty[repeated, None])
-        sampling_math.penalise_repetition(logits, row, token, factor)
+        logit_edits.penalise_repetition(logits, row, token, factor)
 
     def _add_bias(self, slots: Indices, rows: Longs, logits: Array) -> None:
         table = self.table
@@ -191,7 +191,7 @@ class TokenChooser:
         width = int(table.num_biased[at].max())
         index, column = np.nonzero(np.arange(width) < table.num_biased[at, None])
         ids, bias = table.biased_ids[at[index], column].astype(np.int64), table.bias[at[index], column]
-        sampling_math.add_bias(logits, *_beside(logits, rows[index], ids, bias))
+        logit_edits.add_bias(logits, *_beside(logits, rows[index], ids, bias))
 
     # -- log-probabilities
 
@@ -205,7 +205,7 @@ class TokenChooser:
         found = arrays.floats(arrays.take(logits, requested))
         guided = np.flatnonzero(rows.needs[requested] & GRAMMAR) if rows.any_needs & GRAMMAR else NO_ROWS
         if len(guided):
-            sampling_math.allow_end(found, guided, self.table.eos_token_id)
+            logit_edits.allow_end(found, guided, self.table.eos_token_id)
         is_random = rows.needs[requested] & RANDOM != 0
         at = rows.slots[requested]
         if np.count_nonzero(is_random):

@@ -21,7 +21,7 @@ from ...engine_settings import LogprobsMode
 from ...grammar.masks import AllowedTokens
 from ...messages import Bools, Indices, Ints, Started, TopLogprobs
 from ...params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
-from ...sample import sampling_math
+from ...sample import logit_edits, sampling_math
 from ...sample.sampling_math import Longs, TokenScores
 from ...sample.slot_params import EDITS, GRAMMAR, LOGPROBS, POOLED, RANDOM, THINKING, SlotParams
 from ...sample.token_chooser import NO_ROWS, SampledRows, TokenChooser, any_of
@@ -254,7 +254,7 @@ class TritonTokenChooser(TokenChooser):
         if is_processed:
             self._process(rows.slots, edited)
             if allowed is not None:
-                sampling_math.allow_only(edited, allowed.rows, allowed.taken)
+                logit_edits.allow_only(edited, allowed.rows, allowed.taken)
         return edited
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

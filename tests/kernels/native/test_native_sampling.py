@@ -11,7 +11,8 @@ import pytest
 from millrace.kernels.native import build, machine
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.slot_step import NativeChooser
-from millrace.stages.sample.sampling_math import allow_only, uniform
+from millrace.stages.sample.logit_edits import allow_only
+from millrace.stages.sample.sampling_math import uniform
 from tests.kernels.draw_rows import draw_rows, kept_weights
 from tests.kernels.native_oracle import Array, Checkpoint
 

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from millrace.stages.sample import sampling_math
+from millrace.stages.sample import logit_edits, sampling_math
 from millrace.stages.sample.sampling_math import DrawParams, LogitTiles
 from tests.kernels.draw_rows import draw_rows, kept_weights
 
@@ -227,15 +227,15 @@ def test_a_row_draws_the_same_alone_and_among_others_to_the_last_bit(threads):
 def test_repetition_penalty_is_transformers():
     logits, ids = rows(3, 50), torch.tensor([[1, 4, 4, 9], [0, 0, 0, 0], [49, 2, 3, 2]])
     expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits.clone())
-    sampling_math.penalise_repetition(logits, torch.arange(3)[:, None], ids, torch.full((3, 1), 1.3))
+    logit_edits.penalise_repetition(logits, torch.arange(3)[:, None], ids, torch.full((3, 1), 1.3))
     torch.testing.assert_close(logits, expected, rtol=0, atol=0)
 
 
 def test_frequency_counts_and_presence_does_not():
     logits = torch.zeros(1, 6)
     row, ids = torch.zeros(1, 1, dtype=torch.long), torch.tensor([[2, 2, 2, 5]])
-    sampling_math.penalise_frequency(logits, row, ids, torch.tensor([[0.5, 0.5, 0.5, 0.0]]))
-    sampling_math.penalise_presence(logits, row, ids, torch.tensor([[0.25]]))
+    logit_edits.penalise_frequency(logits, row, ids, torch.tensor([[0.5, 0.5, 0.5, 0.0]]))
+    logit_edits.penalise_presence(logits, row, ids, torch.tensor([[0.25]]))
     assert logits.tolist() == [[0, 0, -1.75, 0, 0, -0.25]]
 
 

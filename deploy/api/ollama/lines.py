@@ -15,7 +15,7 @@ import orjson
 from ...errors import ApiError
 from ..adapter.answer_parts import AnswerEnd, Part, TextDelta
 from ..assistant_turn import ToolCallArguments, ToolCallBegun, is_json_object
-from ..openai.answers import token_logprobs
+from ..openai.logprob_fields import token_logprobs
 from ..parsers.interface import Reasoning
 
 OLLAMA_PREFIX = "/api/"  # errors on paths with this prefix have this API's shape

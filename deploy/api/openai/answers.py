@@ -13,6 +13,7 @@ import orjson
 
 from ..assistant_turn import AssistantTurn, Piece, ToolCallArguments, ToolCallBegun
 from ..parsers.interface import Reasoning, Text
+from .logprob_fields import chat_logprobs, completion_logprobs, spelled_as, token_details
 
 if TYPE_CHECKING:
     from ....stages.messages import TokenLogprobs
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 MARK = "\x00text\x00"  # placeholder for the text in a chunk
 _MARK = orjson.dumps(MARK)
-LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,7 @@ class ChoiceState:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     turn: AssistantTurn | None = None  # parser of the text; None if it is plain text
-    pieces: list[Piece] = field(
-        default_factory=list
-    )  # of the turn: all of them, or those of the last delta if not kept
+    pieces: list[Piece] = field(default_factory=list)  # of the turn: all, or those of the last delta if not kept
     is_opened: bool = False  # its first chunk, which may hold prompt data, has been sent
 
     def add(self, delta: ChoiceDelta, keep: bool) -> None:
@@ -70,6 +68,12 @@ class ChoiceState:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
             if self.turn is not None:
                 self.finish_reason = self.turn.finish_reason(delta.finish_reason)
+
+    def completion_logprobs(self, tokens: Sequence[TokenLogprobs], *, as_ids: bool) -> dict[str, list[Any]]:
+        """Its next tokens in the shape of completions; offsets continue from the last call's."""
+        lists = completion_logprobs(tokens, self.num_chars, as_ids=as_ids)
+        self.num_chars += sum(len(token.token) for token in tokens)
+        return lists
 
 
 def usage(num_prompt: int, num_cached: int, choices: Sequence[ChoiceState]) -> dict[str, Any]:
@@ -175,7 +179,7 @@ class AnswerBuilder:
     def _detailed(self, lists: dict[str, list[Any]], tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         """Adds the list of details of the answer's tokens, if they were requested."""
         if (since_s := self._details_since_s) is not None:
-            lists["details"] = [_token_details(token, since_s) for token in tokens]
+            lists["details"] = [token_details(token, since_s) for token in tokens]
         return lists
 
     def _kept_logprobs(self, choice: ChoiceState) -> dict[str, orjson.Fragment] | None:
@@ -312,7 +316,7 @@ class ChatAnswerBuilder(AnswerBuilder):
         return whole | {"token_ids": choice.token_ids} if self.has_token_ids else whole
 
     def logprob_lists(self, choice: ChoiceState, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        return self._detailed(chat_logprobs(_spelled(tokens, self.has_tokens_as_ids)), tokens)
+        return self._detailed(chat_logprobs(spelled_as(tokens, self.has_tokens_as_ids)), tokens)
 
     def _logprobs(self, choice: ChoiceState, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         return self.logprob_lists(choice, tokens) if tokens else None
@@ -359,7 +363,7 @@ class CompletionAnswerBuilder(AnswerBuilder):
         super().keep(choice, delta)
 
     def logprob_lists(self, choice: ChoiceState, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        return self._detailed(completion_logprobs(choice, tokens, as_ids=self.has_tokens_as_ids), tokens)
+        return self._detailed(choice.completion_logprobs(tokens, as_ids=self.has_tokens_as_ids), tokens)
 
     def _open(self, choice: ChoiceState, part: PromptEcho) -> None:
         """Begins a choice with the echo of its prompt, once; before the first of its tokens."""
@@ -420,73 +424,6 @@ def _call(begun: ToolCallBegun, arguments: str) -> dict[str, Any]:
     return {"id": begun.id, "type": "function", "function": {"name": begun.name, "arguments": arguments}}
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-    """Logprobs in the shape of chat: one entry per token."""
-    return {"content": token_logprobs(tokens)}
-
-
-def token_logprobs(tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-    """One entry per token, with its bytes, as a token may be half a character."""
-    return [
-        {
-            **_token(token.token, token.token_bytes, token.logprob),
-            "top_logprobs": [_token(text, raw, logprob) for _, text, raw, logprob in token.top],
-        }
-        for token in tokens
-    ]
-
-
-def completion_logprobs(
-    choice: ChoiceState, tokens: Sequence[TokenLogprobs], as_ids: bool = False
-) -> dict[str, list[Any]]:
-    """Logprobs in the shape of completions: parallel lists.
-
-    Offsets continue from the last call's.
-    """
-    shape: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for token, spelled in zip(tokens, _spelled(tokens, as_ids), strict=True):
-        chosen = {spelled.token: finite(token.logprob)}
-        shape["tokens"].append(spelled.token)
-        shape["token_logprobs"].append(finite(token.logprob))
-        shape["top_logprobs"].append({text: finite(logprob) for _, text, _, logprob in spelled.top} | chosen)
-        shape["text_offset"].append(choice.num_chars)
-        choice.num_chars += len(token.token)
-    return shape
-
-
-def _token_details(token: TokenLogprobs, since_s: float) -> dict[str, Any]:
-    """The details of one token; its time is in milliseconds from the arrival of the request."""
-    return {
-        "token_id": token.token_id,
-        "token": token.token,
-        "rank": token.rank,
-        "time_ms": max(0.0, round(token.time_us / 1e3 - 1e3 * since_s, 3)),
-        "is_drafted": token.is_drafted,
-        "top": [
-            {"token_id": token_id, "token": text, "logprob": finite(logprob)}
-            for token_id, text, _, logprob in token.top
-        ],
-    }
-
-
-def as_id(token_id: int) -> str:
-    """The form of a token under `return_tokens_as_token_ids`."""
-    return f"token_id:{token_id}"
-
-
-def _spelled(tokens: Sequence[TokenLogprobs], as_ids: bool) -> Sequence[TokenLogprobs]:
-    if not as_ids:
-        return tokens
-    return [
-        replace(
-            token,
-            token=as_id(token.token_id),
-            top=tuple((token_id, as_id(token_id), raw, logprob) for token_id, _, raw, logprob in token.top),
-        )
-        for token in tokens
-    ]
-
-
 def _choice_fields(
     index: int, text: dict[str, Any], logprobs: Any, finish_reason: str | None, stop_reason: str | int | None
 ) -> dict[str, Any]:
@@ -497,12 +434,3 @@ def _choice_fields(
         "finish_reason": finish_reason,
         "stop_reason": stop_reason,
     }
-
-
-def _token(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
-
-
-def finite(logprob: float) -> float:
-    """A log-probability that JSON can represent: minus infinity becomes `LEAST_LOGPROB`."""
-    return max(logprob, LEAST_LOGPROB)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from .answers import PromptEcho, as_id, finite
+from .answers import PromptEcho
+from .logprob_fields import as_id, finite
 
 if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox

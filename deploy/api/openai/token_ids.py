@@ -23,7 +23,7 @@ from ...errors import ApiError
 from ..schema import hints
 from ..schema.relations import FIELDS_OF_STREAMS, SAMPLING_ALONE
 from ..schema.unsupported import UNSUPPORTED
-from .answers import AnswerBuilder, ChoiceState, completion_logprobs
+from .answers import AnswerBuilder, ChoiceState
 from .bodies import CompletionBody
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class TokenIdsAnswerBuilder(AnswerBuilder):
         return self._choice(choice, delta.token_ids, logprobs, delta.finish_reason, delta.stop_reason)
 
     def logprob_lists(self, choice: ChoiceState, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        return self._detailed(completion_logprobs(choice, tokens, as_ids=True), tokens)
+        return self._detailed(choice.completion_logprobs(tokens, as_ids=True), tokens)
 
     def _choice(
         self,

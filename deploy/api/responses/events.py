@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ApiError
 from ..adapter.answer_parts import AnswerEnd, Part, TextDelta, TokenUsage
 from ..assistant_turn import ToolCallArguments, ToolCallBegun, is_json_object
-from ..openai.answers import token_logprobs
+from ..openai.logprob_fields import token_logprobs
 from ..parsers.interface import Reasoning
 from .bodies import ResponsesBody
 

@@ -14,9 +14,8 @@ from millrace.deploy.api.openai.answers import (
     ChoiceState,
     CompletionAnswerBuilder,
     PromptEcho,
-    chat_logprobs,
-    completion_logprobs,
 )
+from millrace.deploy.api.openai.logprob_fields import chat_logprobs, completion_logprobs
 from millrace.deploy.api.openai.token_ids import TokenIdsAnswerBuilder
 from millrace.stages.errors import Refused
 from millrace.stages.messages import Prompt, Request, TokenLogprobs
@@ -54,8 +53,8 @@ def kept(shape: type[AnswerBuilder], tokens: list[TokenLogprobs], prompts: dict[
 def test_logprobs_written_as_they_come_are_those_written_at_once(count: int):
     tokens = scored(count)
     assert kept(ChatAnswerBuilder, tokens)["logprobs"] == chat_logprobs(tokens)
-    assert kept(CompletionAnswerBuilder, tokens)["logprobs"] == completion_logprobs(ChoiceState(0), tokens)
-    as_ids = completion_logprobs(ChoiceState(0), tokens, as_ids=True)
+    assert kept(CompletionAnswerBuilder, tokens)["logprobs"] == completion_logprobs(tokens)
+    as_ids = completion_logprobs(tokens, as_ids=True)
     assert kept(TokenIdsAnswerBuilder, tokens)["logprobs"] == as_ids
 
 

@@ -59,7 +59,7 @@ function Chat({ app }) {
 function Top({ app, path, isChat, offered, openSide }) {
   const { settings, models } = chat;
   const set = (name) => (value) => {
-    settings[name] = value;
+    chat.settings[name] = value;
     save();
     app.redraw();
   };

@@ -16,7 +16,7 @@ const SCHEMA = JSON.stringify({ type: "object", properties: { name: { type: "str
 export function Side({ app, isChat, offered }) {
   const { settings } = chat;
   const set = (name) => (event) => {
-    settings[name] = event.target.type === "checkbox" ? event.target.checked : event.target.value;
+    chat.settings[name] = event.target.type === "checkbox" ? event.target.checked : event.target.value;
     saveSoon();
     app.redraw();
   };

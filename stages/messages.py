@@ -49,6 +49,7 @@ from .step_messages import (
     StepText,
     StepTokens,
     StepVoid,
+    TableEntries,
     TokenLogprobs,
     TopLogprobs,
 )
@@ -85,6 +86,7 @@ __all__ = (
     "StepText",
     "StepTokens",
     "StepVoid",
+    "TableEntries",
     "TokenLogprobs",
     "TokenRequest",
     "TopLogprobs",

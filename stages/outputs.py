@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..kernels.layout.kv_layout import KVLayout
 from ..model.pooling import PoolingConfig
 from .engine_settings import ModelImpl
 from .memory_table import MemoryTable
@@ -159,6 +160,7 @@ class ModelInfo:
     model_impl: ModelImpl = "millrace"  # whose modules compute a step
     family: str | None = None  # the checkpoint's model_type; None: not known
     short_length: int = 0  # tokens; longer sequences have other rotary factors (LongRoPE). 0: all have the same
+    kv_layout: KVLayout | None = None  # of a cache of several kinds; `num_blocks` is then kind 0's. None: it has one
 
 
 @dataclass(frozen=True, slots=True)

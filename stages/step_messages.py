@@ -171,6 +171,21 @@ class BlockCopy:
     direction: Direction
     sources: Ints
     destinations: Ints
+    kind: int = 0  # of the blocks, as in `KVLayout.kinds`; ids of other kinds are other blocks
+
+
+@message
+class TableEntries:
+    """New entries of the block tables of one kind: entry i is as in `StepGrant`.
+
+    NOTE: The table of a window keeps logical places, token // block_size. Entries before the first block that a query
+    of the step sees are stale, and may name blocks of other sequences: they are never read.
+    """
+
+    kind: int  # at least 1
+    slots: Indices  # [B]
+    places: Indices  # [B]
+    blocks: Ints  # [B]
 
 
 @message
@@ -178,7 +193,8 @@ class StepGrant:
     """One step to run.
 
     Block tables travel as differences: entry i sets position `table_places[i]` in the table of slot `table_slots[i]`
-    to block `table_blocks[i]`. The device keeps the tables.
+    to block `table_blocks[i]`. The device keeps the tables. They are those of kind 0 (see `KVLayout`); `more_tables`
+    has the entries of the others.
     """
 
     step: int
@@ -195,6 +211,7 @@ class StepGrant:
     started: tuple[Started, ...] = ()
     copies: tuple[BlockCopy, ...] = ()  # a grant with copies, or with loads, may have no rows
     adapter_loads: AdapterLoads = ()  # done before the step, of which no row reads these slots; one may fail
+    more_tables: tuple[TableEntries, ...] = ()  # of kinds with new entries, ascending
 
     @property
     def num_sampled(self) -> int:

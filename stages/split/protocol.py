@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...kernels.layout.kv_layout import KVKind, KVLayout
 from ...model.pooling import PoolingConfig
 from ...runtime.channel import ChannelStats
 from ...runtime.crash_recovery import StageCrashed
@@ -242,6 +243,6 @@ CODEC = Codec(
         *(RequestsEnded, ControlCauses, RequestFailed, ServiceTimes, Admitted, StatusQuery, StatusReply, Fault),
         *(ReadAdapter, AdapterCard, DropAdapter),
         *STATUS_TYPES,
-        ChannelStats,
+        *(ChannelStats, KVLayout, KVKind),
     ]
 )

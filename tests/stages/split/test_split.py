@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace.kernels.layout.kv_layout import KVKind, KVLayout
 from millrace.runtime.crash_recovery import StageCrashed
 from millrace.runtime.env.env import LiveEnv
 from millrace.runtime.pipeline import NotServing
@@ -203,6 +204,12 @@ def test_a_prompt_crosses_as_it_is(params: SamplingParams) -> None:
     assert (back.request_id, back.arrival_s, back.first_sequence_id) == ("ä", 1.25, 3)
     if params.structured_outputs is not None:
         assert {back.params.structured_outputs: 1} == {params.structured_outputs: 1}
+
+
+def test_a_layout_of_kinds_crosses_as_it_is() -> None:
+    kinds = [KVKind("full", (1,), None, 2, 8, 8, 512), KVKind("window", (0, 3), 8, 2, 8, 8, 1024)]
+    layout = KVLayout.of(kinds, 4, 2**20, [(1, 0), (0, 0), None, (1, 1)])
+    assert crossed(layout) == layout
 
 
 def test_a_step_of_256_rows_crosses_in_few_bytes_a_token() -> None:

@@ -122,32 +122,33 @@ class FeedSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """Which experts a token goes to, and with what weights."""
+    """Which experts a token goes to, and with what weights, in f32: see `kernels/reference/routing.py`."""
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    when: Literal["before_top_k", "after_top_k"] = "before_top_k"  # the score function is applied
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    when: Literal["before_top_k", "after_top_k"] = "before_top_k"  # after: of the chosen logits only, for softmax
     norm_top_k: bool = False  # the chosen weights are divided by their sum
-    norm_eps: float = 0.0
-    scale: float = 1.0
-    has_bias: bool = False
-    has_choice_bias: bool = False  # added to choose, not to weigh
-    groups: int = 1
-    groups_kept: int = 1
-    group_score: Literal["max", "top2"] = "max"
-    scales_input: bool = False  # the weight multiplies the expert's input
-    input_norm: NormSpec | None = None
+    norm_eps: float = 0.0  # added to that sum
+    norm_min: float = 0.0  # least number that they are divided by
+    scale: float = 1.0  # multiplies the weights, divided or not
+    has_bias: bool = False  # of the logits
+    has_choice_bias: bool = False  # added to the scores to choose, not to weigh
+    groups: int = 1  # runs of experts of equal length
+    groups_kept: int = 1  # whose experts can be chosen
+    group_score: Literal["max", "top2"] = "max"  # best score of a group, or the sum of its best two
+    scales_input: bool = False  # the weight multiplies the expert's input, instead of its output
+    input_norm: NormSpec | None = None  # of what the router reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """A mixture of experts."""
+    """A mixture of experts: a sum of the chosen experts by weight, in the order of rank, and of what all tokens get."""
 
     num_experts: int
-    top_k: int
+    top_k: int  # experts a token goes to
     expert: FeedSpec
     router: RouterSpec
     shared: FeedSpec | None = None  # computed for every token
-    has_shared_gate: bool = False
+    has_shared_gate: bool = False  # its output is multiplied by the sigmoid of a product of the input
     dense_beside: FeedSpec | None = None  # a network of its own beside the experts
 
 

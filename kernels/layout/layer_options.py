@@ -1,9 +1,9 @@
-"""What the kernels of a layer can be told besides tensors: the norm of heads, and activations by name."""
+"""What the kernels of a layer can be told besides tensors: the norm of heads, activations by name, how to route."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -27,3 +27,26 @@ class HeadNorms:
     is_after_rope: bool = False
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
+
+
+class RoutingRule(Protocol):
+    """How scores become the experts of a token: `RouterSpec` of `model/spec.py`, whose comments say what each means."""
+
+    @property
+    def score(self) -> Literal["softmax", "sigmoid"]: ...
+    @property
+    def when(self) -> Literal["before_top_k", "after_top_k"]: ...
+    @property
+    def norm_top_k(self) -> bool: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def norm_min(self) -> float: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def groups_kept(self) -> int: ...
+    @property
+    def group_score(self) -> Literal["max", "top2"]: ...

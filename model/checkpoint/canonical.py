@@ -42,17 +42,16 @@ class TensorSources:
         """The name and shape of each tensor that the checkpoint must hold: up to the last row that a part takes."""
         shapes: dict[str, Shape] = {}
         ends: dict[str, int] = {}
-        transposed: set[str] = set()
         for name, target in self.targets.items():
             parts = self._parts[name]
             for part in parts:
                 end = target.shape[0] if len(parts) == 1 else 1
                 end = end if part.rows is None else _end(part.rows)
                 ends[part.stem] = max(ends.get(part.stem, 0), end)
-                shapes[part.stem] = part.shape or (ends[part.stem], *target.shape[1:])
-                if part.is_transposed:
-                    transposed.add(part.stem)
-        return {name: shape[::-1] if name in transposed else shape for name, shape in shapes.items()}
+                shape = part.shape or (ends[part.stem], *target.shape[1:])
+                shape = shape[::-1] if part.is_transposed else shape
+                shapes[part.stem] = (part.num_stacked, *shape) if part.num_stacked else shape
+        return shapes
 
 
 class CanonicalTensors:
@@ -73,7 +72,8 @@ class CanonicalTensors:
         part = parts[0]
         if len(parts) > 1 or part.is_transposed or part.apply is not None or self._adds_one(name):
             return False
-        return not isinstance(part.rows, np.ndarray) and self._checkpoint.is_mapped(part.stem)
+        is_run = part.rows is None or (isinstance(part.rows, slice) and part.rows.step in (None, 1))
+        return is_run and self._checkpoint.is_mapped(part.stem)
 
     def array(self, name: str) -> NDArray[Any]:
         parts = self._sources.parts(name)
@@ -96,6 +96,8 @@ class CanonicalTensors:
 
     def _part(self, part: Rows) -> NDArray[Any]:
         stored = self._checkpoint.array(part.stem)
+        if part.own is not None:
+            stored = stored[part.own]
         if part.is_transposed and stored.ndim == 2:
             stored = stored.T
         if part.shape is not None:
@@ -123,15 +125,18 @@ def _parts_of(name: str, names: Names) -> tuple[Rows, ...]:
     if suffix not in ("weight", "bias"):
         stem, dot, suffix = name, "", ""
     pieces = stem.split(".")
-    number = next((piece for piece in pieces if piece.isdigit()), "")
-    pattern = ".".join("*" if piece == number and number else piece for piece in pieces)
+    numbers = [piece for piece in pieces if piece.isdigit()]  # of the layer and of the expert
+    pattern = ".".join("*" if piece.isdigit() else piece for piece in pieces)
     source = names.get(f"{pattern}{dot}{suffix}") or names.get(pattern, pattern)
     parts = (Rows(source),) if isinstance(source, str) else (source,) if isinstance(source, Rows) else source
     found = []
     for part in parts:
         end = f"{dot}{suffix}" if part.suffix is None else part.suffix
-        stored = (part.stem.replace("*", number) if number else part.stem) + end
-        found.append(replace(part, stem=stored, suffix=""))
+        stored = part.stem
+        for number in numbers[: stored.count("*")]:
+            stored = stored.replace("*", number, 1)
+        own = int(numbers[1]) if part.num_stacked else None
+        found.append(replace(part, stem=stored + end, suffix="", own=own))
     return tuple(found)
 
 

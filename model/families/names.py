@@ -2,8 +2,9 @@
 
 The decoders know *canonical* tensors, under the names that Llama's checkpoints have and a few more; `tensors_of` lists
 them with their shapes. A family says where each comes from with a `Names`: canonical stem -> stem in the checkpoint, or
-`Rows` of a tensor there. A stem is a name without `.weight` or `.bias`, with `*` for the number of the layer; a whole
-name says where only a weight or a bias lies. A family leaves out the stems that have their canonical name.
+`Rows` of a tensor there. A stem is a name without `.weight` or `.bias`, with `*` for the number of the layer, and a
+second one for that of an expert; a whole name says where only a weight or a bias lies. A family leaves out the stems
+that have their canonical name.
 
 Rotary positions: the decoders rotate number i of a head with number i + half. A checkpoint that rotates neighbours
 (2i, 2i + 1) has the rows of queries and keys in another order, and `halves` puts them right. Scores do not change.
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, NormSpec
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, NormSpec
 
 Shape = tuple[int, ...]
 Index = slice | NDArray[np.int64]
@@ -31,6 +32,11 @@ Q, K, V, OUTPUT = (f"{LAYER}.self_attn.{name}_proj" for name in "qkvo")
 Q_NORM, K_NORM, SINKS = (f"{LAYER}.self_attn.{name}" for name in ("q_norm", "k_norm", "sinks"))
 GATE, UP, DOWN = (f"{LAYER}.mlp.{name}_proj" for name in ("gate", "up", "down"))
 ACTIVATION = f"{LAYER}.mlp.act_alpha"  # the two numbers of xIELU
+ROUTER, CHOICE_BIAS = f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate.e_score_correction_bias"
+EXPERT = f"{LAYER}.mlp.experts.*"
+EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = (f"{EXPERT}.{name}_proj" for name in ("gate", "up", "down"))
+SHARED_GATE, SHARED_UP, SHARED_DOWN = (f"{LAYER}.mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))
+SHARED_ROUTER = f"{LAYER}.mlp.shared_expert_gate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,8 @@ class Rows:
     apply: Callable[[NDArray[Any]], NDArray[Any]] | None = None  # to the numbers in float32
     suffix: str | None = None  # of the tensor's name, with its dot; None = that of the canonical tensor
     shape: Shape | None = None  # as stored, of a tensor whose numbers are read one after another; None = as canonical
+    num_stacked: int = 0  # experts that the tensor holds, [E, ...]; the rest says what is taken of one; 0 = no axis E
+    own: int | None = None  # the expert that is taken, which the canonical name says
 
 
 Source = str | Rows | tuple[Rows, ...]  # parts are stacked by rows, and need `rows` or one row each
@@ -83,6 +91,8 @@ def _layer(layer: LayerSpec, hidden: int) -> Iterator[Target]:
     yield from _norm(PRE_FEED, hidden, layer.pre_feed)
     if isinstance(layer.feed, FeedSpec):
         yield from _feed(layer.feed, hidden)
+    elif layer.feed is not None:
+        yield from _experts(layer.feed, hidden)
     yield from _norm(POST_FEED, hidden, layer.post_feed)
 
 
@@ -102,14 +112,35 @@ def _attention(attention: AttentionSpec, hidden: int) -> Iterator[Target]:
     yield from _linear(OUTPUT, hidden, heads * value_dim, attention.has_output_bias)
 
 
-def _feed(feed: FeedSpec, hidden: int) -> Iterator[Target]:
-    inner = feed.intermediate_size
+def _feed(feed: FeedSpec, hidden: int, stems: tuple[str, str, str] = (GATE, UP, DOWN)) -> Iterator[Target]:
+    """`stems`: of gate, up and down."""
+    inner, (gate, up, down) = feed.intermediate_size, stems
     if feed.is_gated:
-        yield from _linear(GATE, inner, hidden, feed.has_bias)
-    yield from _linear(UP, inner, hidden, feed.has_bias)
-    yield from _linear(DOWN, hidden, inner, feed.has_bias)
+        yield from _linear(gate, inner, hidden, feed.has_bias)
+    yield from _linear(up, inner, hidden, feed.has_bias)
+    yield from _linear(down, hidden, inner, feed.has_bias)
     if feed.activation == "xielu":
         yield Target(ACTIVATION, (2,))
+
+
+def _experts(moe: MoeSpec, hidden: int) -> Iterator[Target]:
+    yield from _linear(ROUTER, moe.num_experts, hidden, moe.router.has_bias)
+    if moe.router.has_choice_bias:
+        yield Target(CHOICE_BIAS, (moe.num_experts,))
+    for expert in range(moe.num_experts):
+        for target in _feed(moe.expert, hidden, (EXPERT_GATE, EXPERT_UP, EXPERT_DOWN)):
+            yield Target(of_expert(target.name, expert), target.shape)
+    if moe.shared is not None:
+        yield from _feed(moe.shared, hidden, (SHARED_GATE, SHARED_UP, SHARED_DOWN))
+    if moe.has_shared_gate:
+        yield Target(f"{SHARED_ROUTER}.weight", (1, hidden))
+    if moe.dense_beside is not None:
+        yield from _feed(moe.dense_beside, hidden)
+
+
+def of_expert(name: str, expert: int) -> str:
+    """The name of an expert's tensor or stem, of which the layer may be open: `EXPERT_GATE` and the like."""
+    return name.replace("experts.*", f"experts.{expert}")
 
 
 def _linear(stem: str, rows: int, columns: int, has_bias: bool) -> Iterator[Target]:

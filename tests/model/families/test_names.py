@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from millrace.model.checkpoint.canonical import TensorSources
+from millrace.model.checkpoint.canonical import CanonicalTensors, TensorSources
+from millrace.model.checkpoint.stored_tensors import StoredTensors
 from millrace.model.checkpoint.tensor_shapes import open_source
 from millrace.model.errors import CheckpointError
 from millrace.model.families import registry
 from millrace.model.families.building import Family
-from millrace.model.families.names import Rows, Target, fused_qkv, halves, split, stacked, tensors_of
+from millrace.model.families.names import (
+    EXPERT_GATE,
+    EXPERT_UP,
+    ROUTER,
+    Rows,
+    Target,
+    fused_qkv,
+    halves,
+    split,
+    stacked,
+    tensors_of,
+)
 from millrace.model.families.registry import parse_config
-from millrace.model.spec import AttentionSpec, DecoderSpec
+from millrace.model.spec import AttentionSpec, DecoderSpec, FeedSpec, MoeSpec, RouterSpec
 from tests.model.checkpoints import SHAPE
 
 LLAMA: dict[str, Any] = {"model_type": "llama", **SHAPE, "num_hidden_layers": 2, "tie_word_embeddings": True}
@@ -89,6 +102,84 @@ def test_a_stored_tensor_reaches_to_the_last_row_that_is_taken() -> None:
     targets = [Target("q.weight", (2, 3)), Target("k.weight", (2, 3)), Target("v.weight", (2, 3))]
     places = {"q": Rows("qkv", slice(4, 6)), "k": Rows("qkv", np.array([7, 0])), "v": Rows("qkv", slice(4, 6))}
     assert TensorSources(targets, places).stored_shapes() == {"qkv.weight": (8, 3)}
+
+
+MOE = MoeSpec(
+    num_experts=3,
+    top_k=2,
+    expert=FeedSpec(intermediate_size=2, has_bias=True),
+    router=RouterSpec(has_bias=True, has_choice_bias=True),
+    shared=FeedSpec(intermediate_size=4),
+    has_shared_gate=True,
+    dense_beside=FeedSpec(intermediate_size=6, is_gated=False),
+)
+
+
+def with_experts(moe: MoeSpec) -> list[Target]:
+    """The canonical tensors of two layers of experts, without those outside of them."""
+    spec = parse_config(LLAMA, "")
+    layers = tuple(replace(layer, feed=moe) for layer in spec.layers)
+    return [target for target in tensors_of(replace(spec, layers=layers)) if ".mlp." in target.name]
+
+
+def test_experts_have_a_router_and_tensors_of_their_own() -> None:
+    shapes = {target.name: target.shape for target in with_experts(MOE)}
+    assert len(shapes) == 2 * (3 + 3 * 6 + 3 + 1 + 2)
+    expected = {
+        "gate.weight": (3, 64),
+        "gate.bias": (3,),
+        "gate.e_score_correction_bias": (3,),
+        "experts.2.gate_proj.weight": (2, 64),
+        "experts.2.up_proj.bias": (2,),
+        "experts.0.down_proj.weight": (64, 2),
+        "shared_experts.up_proj.weight": (4, 64),
+        "shared_expert_gate.weight": (1, 64),
+        "down_proj.weight": (64, 6),
+    }
+    assert {name: shapes[f"model.layers.1.mlp.{name}"] for name in expected} == expected
+
+
+def test_experts_by_number_are_found_under_other_names() -> None:
+    sources = TensorSources(with_experts(MOE), {EXPERT_UP: "layers.*.moe.experts.*.w3", ROUTER: "layers.*.moe.gate"})
+    assert sources.stored_name("model.layers.1.mlp.experts.2.up_proj.bias") == "layers.1.moe.experts.2.w3.bias"
+    assert sources.stored_name("model.layers.1.mlp.gate.weight") == "layers.1.moe.gate.weight"
+    assert sources.stored_shapes()["layers.0.moe.experts.1.w3.weight"] == (2, 64)
+
+
+def test_stacked_experts_are_taken_one_by_one() -> None:
+    stem = "model.layers.*.mlp.experts.gate_up"
+    halves_of = {EXPERT_GATE: slice(0, 4, 2), EXPERT_UP: slice(1, 4, 2)}
+    places: dict[str, Rows] = {
+        f"{name}.weight": Rows(stem, rows, is_transposed=True, suffix="", num_stacked=3)
+        for name, rows in halves_of.items()
+    }
+    places |= {f"{name}.bias": Rows(f"{stem}_bias", rows, suffix="", num_stacked=3) for name, rows in halves_of.items()}
+    sources = TensorSources(with_experts(MOE), places)
+    shapes = sources.stored_shapes()
+    assert shapes["model.layers.0.mlp.experts.gate_up"] == (3, 64, 4)
+    assert shapes["model.layers.0.mlp.experts.gate_up_bias"] == (3, 4)
+    stored = {name: np.random.default_rng(0).random(shape, np.float32) for name, shape in shapes.items()}
+    source = CanonicalTensors(cast(StoredTensors, Plain(stored)), sources)
+    wanted = stored["model.layers.1.mlp.experts.gate_up"]
+    assert np.array_equal(source.array("model.layers.1.mlp.experts.2.up_proj.weight"), wanted[2].T[1::2])
+    bias = stored["model.layers.1.mlp.experts.gate_up_bias"]
+    assert np.array_equal(source.array("model.layers.1.mlp.experts.1.gate_proj.bias"), bias[1, ::2])
+    assert not source.is_mapped("model.layers.1.mlp.experts.1.gate_proj.bias")
+
+
+@dataclass
+class Plain:
+    """Arrays as a checkpoint."""
+
+    arrays: dict[str, Any]
+    warnings: tuple[str, ...] = ()
+    packing: str = ""
+
+    def array(self, name: str) -> Any:
+        return self.arrays[name]
+
+    def is_mapped(self, name: str) -> bool:
+        return True
 
 
 def test_a_matrix_of_weights_of_heads_is_read_as_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

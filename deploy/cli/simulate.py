@@ -18,7 +18,8 @@ from ...stages.errors import ConfigError
 from ...stages.recordings.cost_model import FittedCostModel, fit
 from ...stages.recordings.format import RecordedEngine
 from ...stages.recordings.reader import Recording, RecordingError
-from ...stages.recordings.simulation import AdmissionLimits, Simulation
+from ...stages.recordings.simulated_engine import AdmissionLimits
+from ...stages.recordings.simulation import Simulation
 from ...stages.recordings.workloads import Workload, read_trace
 from ...stages.schedule.policy import Policy, make_policy
 from ..config import ServerConfig

@@ -1,128 +1,16 @@
 """Simulation of other settings: the real intake, schedule and allocate in virtual time.
 
-A cost model replaces the device and is the only thing that takes time. Stages are called one after another, as an
-engine's loop would call them. Time moves from event to event: an arrival, a client that leaves, a step that is done, a
-plan that is due. Clients read at once, and nothing fails.
+A cost model replaces the device and is the only thing that takes time, see `simulated_engine.py`.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
-from ...runtime.simulation.manual_env import run_at_once
-from ..errors import Overloaded
-from ..intake.stage import Intake
-from ..messages import AdapterRef, Indices, Prompt, Request, StepDone, StepPlan, TokenRequest
-from ..params import SamplingParams
-from ..request_limits import RequestLimits
 from ..schedule.policy import Policy
 from .cost_model import CostModel
 from .format import RecordedEngine
-from .repetition import Repetition
-from .replay import ReplayedCore
-from .simulated_device import SimulatedDevice, SimulatedDrafter, SimulatedStep
-from .workloads import Workload, WorkloadRequest
-
-VOCAB_SIZE = 2**31 - 1  # token ids of traces have no meaning
-PERCENTILES = (50, 90, 99)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionLimits:
-    """Admission limits, as in `EngineConfig`."""
-
-    max_admitted_requests: int = 1024
-    max_waiting_requests: int = 512
-
-
-@dataclass(slots=True)
-class RequestOutcome:
-    """The outcome of one request. Times since the trace began."""
-
-    arrival_s: float
-    num_prompt: int
-    num_tokens: int = 0  # of the answer
-    first_token_s: float | None = None
-    end_s: float | None = None
-    how: str = "unfinished"  # or: finished, left, too long, turned away
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Time to the first token."""
-        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
-
-
-@dataclass(slots=True)
-class SimulationResult:
-    """The result of a simulation."""
-
-    outcomes: list[RequestOutcome]
-    itl_s: NDArray[np.float64]  # [T] times between successive tokens of all answers
-    num_steps: int = 0
-    busy_s: float = 0.0  # of the device
-    duration_s: float = 0.0  # from the first arrival to the last token
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    cache_hit_rate: float = 0.0  # share of prompt tokens found in the prefix cache
-    most_rows: int = 0  # of any step
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # of the drafts
-
-    def summary(self) -> dict[str, float | int | None]:
-        """The figures of a table: rates per second of the whole duration, times in milliseconds."""
-        finished = [outcome for outcome in self.outcomes if outcome.how == "finished"]
-        ttft_s = np.array([outcome.ttft_s for outcome in self.outcomes if outcome.ttft_s is not None])
-        e2el_s = np.array([each.end_s - each.arrival_s for each in finished if each.end_s is not None])
-        seconds = max(self.duration_s, 1e-9)
-        figures: dict[str, float | int | None] = {
-            "num_requests": len(self.outcomes),
-            "finished": len(finished),
-            "turned_away": sum(outcome.how in ("turned away", "too long") for outcome in self.outcomes),
-            "duration_s": self.duration_s,
-            "requests_per_s": len(finished) / seconds,
-            "output_tokens_per_s": sum(outcome.num_tokens for outcome in self.outcomes) / seconds,
-        }
-        for name, times_s in (("ttft", ttft_s), ("itl", self.itl_s), ("e2el", e2el_s)):
-            for percentile in PERCENTILES:
-                value_ms = float(np.percentile(times_s, percentile)) * 1e3 if len(times_s) else None
-                figures[f"{name}_p{percentile}_ms"] = value_ms
-        return figures | {
-            "preemptions": self.num_preemptions,
-            "recomputed_tokens": self.num_recomputed_tokens,
-            "cache_hit_rate": self.cache_hit_rate,
-            "device_busy": self.busy_s / seconds,
-            "most_rows": self.most_rows,
-            "draft_tokens": self.num_draft_tokens,
-            "accepted_tokens": self.num_accepted_tokens,
-            "num_steps": self.num_steps,
-        }
-
-
-@dataclass(slots=True, eq=False)
-class _Refusals:
-    """The outlet of intake: collects passed and refused requests."""
-
-    passed: list[Request] = field(default_factory=list)
-    refused: list[tuple[Request, BaseException]] = field(default_factory=list)
-
-    def send(self, item: Any, port: str = "out") -> None:
-        self.passed.append(item)
-
-    async def flush(self) -> None:
-        pass
-
-    def fail(self, item: Any, error: BaseException) -> None:
-        self.refused.append((item, error))
-
-    def reply(self, item: Any) -> None:
-        raise AssertionError("intake does not reply")
+from .simulated_engine import AdmissionLimits, SimulatedEngine
+from .simulation_result import SimulationResult
+from .workloads import Workload
 
 
 class Simulation:
@@ -135,160 +23,12 @@ class Simulation:
         admission: AdmissionLimits | None = None,
         policy: Policy | None = None,
     ) -> None:
-        admission = admission or AdmissionLimits()
-        self._repeats: dict[int, Repetition] = {}  # of the answers to requests so far, by sequence
-        drafter = SimulatedDrafter(self._repeats, engine.most_drafts) if engine.most_drafts else None
-        self.core = ReplayedCore(engine, policy, drafter=drafter)
-        self._model = model
-        self._intake = Intake(
-            RequestLimits(VOCAB_SIZE, engine.max_model_len),
-            admission.max_admitted_requests,
-            admission.max_waiting_requests,
-        )
-        run_at_once(self._intake.setup(self.core.context("intake")))
-        self._device = SimulatedDevice(model, engine.max_num_seqs, self._repeats)
-        self._tokenized: deque[TokenRequest] = deque()  # that schedule does not want yet
-        self._reports: list[Any] = []  # that did not wake schedule
-        self._outcomes: list[RequestOutcome] = []
-        self._leaving: list[tuple[float, int]] = []  # a heap of (when, sequence)
-        self._gaps: list[NDArray[np.float64]] = []  # between tokens of a row
-        self._even_gaps: list[tuple[float, int]] = []  # the same for steady steps: (gap, rows)
-        self._even_slots: Indices | None = None  # rows of the last step, if it was steady
-        self._last_s = 0.0  # when the last step was done
-        self._last_token_s = np.zeros(engine.max_num_seqs)  # [S], except for rows in `_even_slots`
-        self._result = SimulationResult(self._outcomes, np.zeros(0))
+        self.engine = SimulatedEngine(engine, model, admission, policy)
+        self.core = self.engine.core
 
     def run(self, trace: Workload) -> SimulationResult:
         """Serves every request of the trace, until the last has ended."""
-        upcoming, front_s = iter(enumerate(trace.requests)), self._model.front_s
-        arriving, flights = next(upcoming, None), self._device.flights
-        while True:
-            arrives_s = arriving[1].arrival_s + front_s if arriving is not None else np.inf
-            done_s = flights[0].end_s if flights else np.inf
-            leaves_s = self._leaving[0][0] if self._leaving else np.inf
-            now_s = min(arrives_s, done_s, leaves_s, self.core.env.next_alarm_s)
-            if now_s == np.inf:
-                break
-            self.core.env.time_s = now_s
-            self.core.env.ring()
-            batch: list[Any] = []
-            if done_s == now_s:
-                batch.append(self._finish(flights.popleft()))
-            while self._leaving and self._leaving[0][0] <= now_s:
-                self._leave(heapq.heappop(self._leaving)[1], now_s)
-            while arriving is not None and arriving[1].arrival_s + front_s <= now_s:
-                self._arrive(*arriving)
-                arriving = next(upcoming, None)
-            self._turn(batch)
-        return self._close()
-
-    # -- the loop of the stages
-
-    def _turn(self, batch: list[Any]) -> None:
-        """Runs schedule and allocate in turns until neither has work."""
-        core = self.core
-        reports, self._reports = self._reports, []
-        batch = [*reports, *batch]
-        if self._tokenized and core.schedule.wants("in"):
-            batch += self._tokenized
-            self._tokenized.clear()
-        plans: Sequence[StepPlan]
-        plans, _ = core.run_schedule(batch)
-        while plans:
-            answers = core.run_allocate(plans)
-            for grant, _ in answers:
-                if grant is not None:
-                    self._device.launch(grant, core.env.time_s)
-                    self._result.most_rows = max(self._result.most_rows, len(grant.slots))
-            self._reports = [report for _, report in answers]
-            if not core.schedule.wakes("report"):
-                return
-            reports, self._reports = self._reports, []
-            plans, _ = core.run_schedule(reports)
-
-    def _arrive(self, number: int, workload_request: WorkloadRequest) -> None:
-        outcome = RequestOutcome(workload_request.arrival_s, workload_request.num_prompt)
-        self._outcomes.append(outcome)
-        params = SamplingParams(max_tokens=workload_request.num_answer, ignore_eos=True)
-        tokens = workload_request.tokens(number)
-        if workload_request.repeats is not None:
-            self._repeats[number] = workload_request.repeats
-        request = Request(
-            str(number),
-            (Prompt(token_ids=tokens),),
-            params,
-            first_sequence_id=number,
-            priority=workload_request.priority,
-            arrival_s=workload_request.arrival_s,
-            cache_salt=workload_request.cache_salt,
-            adapter=AdapterRef("", workload_request.adapter) if workload_request.adapter else None,
-        )
-        out = _Refusals()
-        run_at_once(self._intake.handle((request,), out))
-        for _, error in out.refused:
-            outcome.how = "turned away" if isinstance(error, Overloaded) else "too long"
-        for request in out.passed:
-            args = (request.request_id, 0, tokens, params, number, request.priority, request.arrival_s)
-            self._tokenized.append(TokenRequest(*args, request.cache_salt, adapter=request.adapter))
-            if workload_request.leaves_s is not None:
-                heapq.heappush(self._leaving, (workload_request.arrival_s + workload_request.leaves_s, number))
-
-    def _leave(self, number: int, now_s: float) -> None:
-        outcome = self._outcomes[number]
-        if outcome.how == "unfinished":
-            outcome.how, outcome.end_s = "left", now_s
-            self.core.lane.post(number, "cancel")
-            self._tokenized = deque(each for each in self._tokenized if each.first_sequence_id != number)
-            self._intake.admission.release(str(number), now_s, is_served=False)
-
-    # -- the outcome of a step
-
-    def _finish(self, flight: SimulatedStep) -> StepDone:
-        """Processes a step that is done: records the times of its tokens."""
-        done, now_s = flight.done, flight.end_s
-        if flight.is_steady:
-            self._even_gaps.append((now_s - self._last_s, len(done.slots)))
-            self._last_s, self._even_slots = now_s, done.slots
-            return done
-        if self._even_slots is not None:
-            self._last_token_s[self._even_slots], self._even_slots = self._last_s, None
-        self._last_s = now_s
-        is_first = done.places == 0
-        for number in done.sequence_ids[is_first].tolist():
-            self._begin(number, now_s)
-        gaps_s = now_s - self._last_token_s[done.slots]
-        if done.most_tokens > 1:
-            gaps_s[1:][done.slots[1:] == done.slots[:-1]] = 0.0  # several tokens of a sequence in one step
-        self._gaps.append(gaps_s[~is_first])
-        self._last_token_s[done.slots] = now_s
-        for row in np.flatnonzero(done.is_finished).tolist():
-            self._end(int(done.sequence_ids[row]), int(done.places[row]) + 1, now_s)
-        return done
-
-    def _begin(self, number: int, now_s: float) -> None:
-        outcome = self._outcomes[number]
-        if outcome.how == "unfinished":
-            outcome.first_token_s = now_s
-            self._intake.request_started(str(number))
-
-    def _end(self, number: int, num_tokens: int, now_s: float) -> None:
-        outcome = self._outcomes[number]
-        if outcome.how == "unfinished":
-            outcome.how, outcome.end_s, outcome.num_tokens = "finished", now_s, num_tokens
-            self._intake.admission.release(str(number), now_s, is_served=True)
-
-    def _close(self) -> SimulationResult:
-        result, scheduler, cache = self._result, self.core.schedule.scheduler, self.core.allocate.allocator.cache
-        ends_s = [outcome.end_s for outcome in self._outcomes if outcome.end_s is not None]
-        began_s = min((outcome.arrival_s for outcome in self._outcomes), default=0.0)
-        result.duration_s = max(ends_s, default=began_s) - began_s
-        result.num_steps, result.busy_s = self._device.num_steps, self._device.busy_s
-        even = np.array(self._even_gaps).reshape(-1, 2)
-        result.itl_s = np.concatenate([*self._gaps, np.repeat(even[:, 0], even[:, 1].astype(np.intp))])
-        result.num_preemptions = scheduler.num_preemptions
-        result.num_recomputed_tokens = scheduler.num_recomputed_tokens
-        result.num_draft_tokens = scheduler.speculation.num_draft_tokens
-        result.num_accepted_tokens = scheduler.speculation.num_accepted_tokens
-        if cache is not None and cache.num_queries:
-            result.cache_hit_rate = cache.num_hits / cache.num_queries
-        return result
+        for number, request in enumerate(trace.requests):
+            self.engine.expect(number, request)
+        self.engine.advance()
+        return self.engine.result()

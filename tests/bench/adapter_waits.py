@@ -20,7 +20,9 @@ import numpy as np
 from millrace.stages.messages import TokenRequest
 from millrace.stages.recordings.cost_model import CostModel
 from millrace.stages.recordings.format import RecordedEngine
-from millrace.stages.recordings.simulation import AdmissionLimits, Simulation, SimulationResult
+from millrace.stages.recordings.simulated_engine import AdmissionLimits
+from millrace.stages.recordings.simulation import Simulation
+from millrace.stages.recordings.simulation_result import SimulationResult
 from millrace.stages.recordings.workloads import Workload, WorkloadRequest
 from millrace.stages.schedule.adapter_lines import MAX_PASSES
 from millrace.stages.schedule.scheduler import Scheduler

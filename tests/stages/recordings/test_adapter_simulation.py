@@ -54,7 +54,7 @@ class Watch:
 
 def simulate(requests: Sequence[WorkloadRequest], model: CostModel, **sizes: object) -> tuple[Simulation, Watch]:
     simulation = Simulation(replace(ENGINE, **sizes), model)  # type: ignore[arg-type]
-    watch = Watch(simulation._device)
+    watch = Watch(simulation.engine.device)
     result = simulation.run(Workload(sorted(requests, key=lambda each: each.arrival_s), False))
     assert {each.how for each in result.outcomes} <= {"finished", "left"}
     simulation.core.schedule.scheduler.check()
@@ -107,10 +107,10 @@ def test_adapters_with_one_prompt_share_no_block_and_one_adapter_does():
 
 def test_a_load_takes_a_step_of_its_own_only_if_nothing_runs():
     alone, _ = simulate([WorkloadRequest(0.0, 4, 3, adapter="a")], CostModel(step_s=1.0), max_loras=1)
-    assert alone._outcomes[0].end_s == 4.0
+    assert alone.engine.outcomes[0].end_s == 4.0
     requests = [WorkloadRequest(0.0, 4, 9), WorkloadRequest(0.5, 4, 3, adapter="a")]
     beside, watch = simulate(requests, CostModel(step_s=1.0), max_loras=1)
-    assert beside._outcomes[1].end_s == 5.0 and watch.num_loads == 1, "planned at 1, runs from 2 on"
+    assert beside.engine.outcomes[1].end_s == 5.0 and watch.num_loads == 1, "planned at 1, runs from 2 on"
 
 
 def test_a_better_request_preempts_the_rows_of_an_adapter_at_once():
@@ -121,7 +121,7 @@ def test_a_better_request_preempts_the_rows_of_an_adapter_at_once():
     simulation, _ = simulate(requests, CostModel(step_s=1.0), max_loras=1)
     scheduler = simulation.core.schedule.scheduler
     assert scheduler.preemptions["recompute", "adapter"] == 2
-    end_s = simulation._outcomes[2].end_s
+    end_s = simulation.engine.outcomes[2].end_s
     assert end_s is not None and end_s < 12
 
 

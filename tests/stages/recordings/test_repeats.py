@@ -22,7 +22,8 @@ from millrace.stages.messages import Guess, Prompt, Request, StepDone, TokenRequ
 from millrace.stages.recordings.cost_model import CostModel, FittedCostModel, fit
 from millrace.stages.recordings.reader import AllocateCall, Recording, RecordingError, ScheduleCall
 from millrace.stages.recordings.repetition import MOST_RIGHT, AnswerHistory, GuessOutcome, Repetition, repeats_of
-from millrace.stages.recordings.simulation import Simulation, SimulationResult
+from millrace.stages.recordings.simulation import Simulation
+from millrace.stages.recordings.simulation_result import SimulationResult
 from millrace.stages.recordings.workloads import Workload, WorkloadRequest, read_trace
 from millrace.stages.schedule.ngram_drafter import continuation
 from millrace.stages.testing.scripted.engine import Script, ScriptedPipeline, scripted_pipeline

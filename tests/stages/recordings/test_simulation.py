@@ -15,7 +15,9 @@ import pytest
 from millrace.deploy.cli.main import main
 from millrace.stages.recordings.cost_model import CostModel, FittedCostModel, StepContents, fit, fit_steps
 from millrace.stages.recordings.reader import Recording, RecordingError
-from millrace.stages.recordings.simulation import AdmissionLimits, Simulation, SimulationResult
+from millrace.stages.recordings.simulated_engine import AdmissionLimits
+from millrace.stages.recordings.simulation import Simulation
+from millrace.stages.recordings.simulation_result import SimulationResult
 from millrace.stages.recordings.workloads import Workload, WorkloadRequest, read_trace
 from tests.stages.recorded_runs import ENGINE, TIGHT, record
 

@@ -19,7 +19,8 @@ from millrace.stages.recordings.film import film
 from millrace.stages.recordings.reader import Recording, ScheduleCall
 from millrace.stages.recordings.replay import DEAF, Replay, ReplayedCore
 from millrace.stages.recordings.simulated_device import SimulatedDevice
-from millrace.stages.recordings.simulation import Simulation, SimulationResult
+from millrace.stages.recordings.simulation import Simulation
+from millrace.stages.recordings.simulation_result import SimulationResult
 from millrace.stages.recordings.workloads import Workload, WorkloadRequest
 from millrace.stages.schedule.scheduler import Scheduler
 from millrace.stages.schedule.step_timing import plan_timing

@@ -17,7 +17,8 @@ from millrace.stages.errors import ConfigError
 from millrace.stages.recordings.cost_model import CostModel
 from millrace.stages.recordings.reader import Recording, ScheduleCall
 from millrace.stages.recordings.replay import Replay
-from millrace.stages.recordings.simulation import Simulation, SimulationResult
+from millrace.stages.recordings.simulation import Simulation
+from millrace.stages.recordings.simulation_result import SimulationResult
 from millrace.stages.recordings.workloads import Workload, WorkloadRequest
 from millrace.stages.schedule.step_timing.step_budget import (
     FIRST_TOKENS,

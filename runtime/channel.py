@@ -7,9 +7,9 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from .message import message
 from .wakeups import Wakeup
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ class ChannelOverrun(AssertionError):
     """A channel bounded by credits was full: a credit was spent twice."""
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class ChannelStats:
     """One reading of a channel's counters. `num_sent` = `num_received` + `depth`."""
 

@@ -148,7 +148,10 @@ class _Reading:
         if type(tag) is not int or tag < 0:
             raise WireError(f"tag {tag!r}: must be a number from 0")
         if tag >= FIRST_TYPE:
-            values = [part if type(part) is not list else self.unpack(part) for part in tree[1:]]
+            values = tree[1:]
+            for place, part in enumerate(values):
+                if type(part) is list:
+                    values[place] = self.unpack(part)
             return self._readers[tag - FIRST_TYPE](values)
         if tag == ARRAY:
             return self._array(tree[1], tree[2:])
@@ -156,7 +159,11 @@ class _Reading:
             return bytes(self._take(tree[1]))
         if tag == FLOAT:
             return float(tree[1])
-        items = [self.unpack(item) for item in tree[1:]]
+        items = tree[1:]
+        try:
+            sum(items)  # numbers alone, such as a histogram's: the fastest way to see that there is nothing to unpack
+        except TypeError:
+            items = [item if type(item) in _PLAIN else self.unpack(item) for item in items]
         if tag == LIST:
             return items
         if tag == TUPLE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +127,26 @@ def test_a_type_that_is_no_dataclass_cannot_be_listed() -> None:
 def test_two_types_of_one_name_cannot_be_listed() -> None:
     with pytest.raises(TypeError, match="same name"):
         Codec([Inner, Outer, Inner])
+
+
+@message
+class Shadowing:
+    """Its fields have the names that the decoder's own code uses."""
+
+    kind: str
+    unpack: Sequence[Any]
+    tree: int
+    type: float
+    refuse: str | None = None
+
+
+def test_fields_may_have_any_name_and_their_number_is_checked() -> None:
+    codec = Codec([Shadowing, Outer, Inner])
+    back = codec.decode(*codec.encode(Shadowing("a", (1, [2.5], None), 3, math.inf))[:1], b"")
+    assert (back.kind, back.unpack, back.tree, back.type, back.refuse) == ("a", (1, [2.5], None), 3, math.inf, None)
+    for values in (["a", [1], 3, 1.0], ["a", [1], 3, 1.0, None, 0]):
+        with pytest.raises(WireError, match="a Shadowing with a wrong number of fields"):
+            codec.decode(orjson.dumps([16, *values]), b"")
 
 
 @message

@@ -16,7 +16,7 @@ KindName = Literal["full", "window", "chunk", "latent"]
 
 RUN_TOKENS = 256  # tokens of one sequence that should lie side by side, as a third faster to read on a CPU
 ALIGNMENT = 64  # bytes; the distance of two blocks of a kind is a multiple, as far as its blocks' own size is
-MOST_OF_CACHE = 64  # a slab is at most one of so many parts of the cache, if it then holds a block
+MOST_OF_CACHE = 256  # a slab is at most one of so many parts of the cache, if it then holds a block
 
 
 @dataclass(frozen=True, slots=True)

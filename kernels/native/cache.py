@@ -2,71 +2,120 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..layout.kv_layout import KVKind, KVLayout
+from . import library
 from .page_preallocation import LARGE_PAGE, NO_LIMIT, PagePreallocation
 from .shape import CACHE_TYPES, Array, CacheDType, Longs, NativeShape
 
-RUN_TOKENS = 256  # as RUN_TOKENS in source/attention/kv_layout.h
 CACHE_LINE = 64  # bytes
 NEARLY_FULL = 3 / 4  # share of the cache in use from which blocks may soon be offloaded to the host
 
 
 class NativeCache:
-    """The paged cache: `data` [layers, runs, pieces, blocks of a run, numbers], uint16 for bfloat16.
+    """The paged cache: `memory` [slabs, numbers], uint16 for bfloat16.
 
-    Zero at the start. The system hands out its pages at first use, or before that, between steps
-    (`page_preallocation.py`). The library defines the contents of a block's pieces; `at` gives the index of a block.
+    `data_of[kind]` is how a kind sees it, [slabs, layers of the kind, pieces, blocks of a slab, numbers], where all
+    blocks of a slab that is not its own are another's. Zero at the start. The system hands out its pages at first use,
+    or before that, between steps (`page_preallocation.py`). The library defines the contents of a block's pieces; `at`
+    gives the index of a block.
     """
 
     def __init__(
         self,
         shape: NativeShape,
-        num_blocks: int,
-        block_size: int,
+        layout: KVLayout,
         dtype: CacheDType,
         blocks_ahead: int = 0,
         available_bytes: Callable[[], int] = lambda: NO_LIMIT,
     ) -> None:
-        """`blocks_ahead`: blocks past the used ones whose memory is preallocated once `ahead` is started.
+        """`blocks_ahead`: blocks of kind 0 past the used slabs whose memory is preallocated once `ahead` is started.
 
         Stops while the system has too little memory left; `available_bytes()` returns the bytes that are left. Once the
         cache is nearly full, does the same for the host blocks: as many, but at most half of them.
         """
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.layout = layout
+        self.num_blocks, self.block_size = layout.num_blocks[0], layout.block_size
         self.dtype = dtype
         item = np.dtype(CACHE_TYPES[dtype])
-        block_bytes = shape.bytes_per_block(block_size, dtype) // shape.num_layers
-        num_pieces = 2 * shape.num_kv_heads
-        self._run = run = blocks_of_a_run(block_size)
-        num_runs = -(-num_blocks // run)
-        self.layer_stride_blocks = spread_layers(num_runs * run, block_bytes, shape.num_layers)
-        memory = aligned_zeros((shape.num_layers, self.layer_stride_blocks, block_bytes // item.itemsize), item)
-        used = memory[:, : num_runs * run]  # the rest is address space
-        self.data = used.reshape(shape.num_layers, num_runs, num_pieces, run, -1)
-        assert np.may_share_memory(self.data, memory), "a copy of the cache is not the cache"
-        self._run_bytes = run * block_bytes
+        self.memory: Array = aligned_zeros((layout.num_slabs, layout.slab_bytes // item.itemsize), item)
+        self.data_of = [self._view(shape, kind, size) for kind, size in _kinds(layout)]
+        self.slabs, *kept = self._describe(shape)
+        self.parts = (self.memory, self.slabs, *kept)  # what steps read
         self._blocks_ahead = blocks_ahead
         self._available_bytes = available_bytes
-        self.ahead = self._take_ahead(used, blocks_ahead * block_bytes)
+        self.ahead = self._take_ahead(self.memory, self._ahead_bytes(blocks_ahead))
         self.ahead_on_host: PagePreallocation | None = None  # once there are host blocks
         self._is_nearly_full = False
 
-    def _take_ahead(self, regions: Array, ahead_bytes: int) -> PagePreallocation:
-        ahead = PagePreallocation(regions, ahead_bytes, available_bytes=self._available_bytes)
+    @classmethod
+    def uniform(
+        cls, shape: NativeShape, num_blocks: int, block_size: int, dtype: CacheDType, *args: Any, **kwargs: Any
+    ) -> NativeCache:
+        """A cache of one kind: all layers keep all keys. The other arguments are as those of the class."""
+        layers, block_bytes = tuple(range(shape.num_layers)), shape.bytes_per_block(block_size, dtype)
+        kind = KVKind("full", layers, None, shape.num_kv_heads, shape.head_dim, shape.head_dim, block_bytes)
+        return cls(shape, KVLayout.uniform(kind, block_size, num_blocks), dtype, *args, **kwargs)
+
+    @property
+    def data(self) -> Array:
+        """`data_of` kind 0."""
+        return self.data_of[0]
+
+    def _view(self, shape: NativeShape, kind: KVKind, num_blocks: int) -> Array:
+        heads = (kind.num_kv_heads, kind.key_dim, kind.value_dim)
+        assert heads == (shape.num_kv_heads, shape.head_dim, shape.head_dim), f"{kind}: the library has one head shape"
+        sizes = (len(kind.layers), 2 * shape.num_kv_heads, num_blocks)
+        used = num_blocks * kind.block_bytes // self.memory.itemsize
+        view = self.memory[:, :used].reshape(len(self.memory), *sizes, -1)
+        assert np.may_share_memory(view, self.memory), "a copy of the cache is not the cache"
+        return view
+
+    def _describe(self, shape: NativeShape) -> tuple[library.CacheSlabsStruct, Any, Any]:
+        """The cache as the library reads it, and what it refers to."""
+        layout = self.layout
+        places = [place for place in layout.place if place is not None]
+        assert len(places) == shape.num_layers, f"a cache of {len(places)} layers: the model has {shape.num_layers}"
+        assert len(layout.kinds) <= library.MAX_KINDS, f"{len(layout.kinds)} kinds: at most {library.MAX_KINDS}"
+        kinds = (library.CacheKindStruct * len(layout.kinds))(
+            *(
+                library.CacheKindStruct(count, size, kind.window or 0)
+                for count, (kind, size) in zip(layout.num_blocks, _kinds(layout), strict=True)
+            )
+        )
+        of_layers = np.array(places, np.int32).T.copy()  # [2, layers]: kinds, and places within them
+        slabs = library.CacheSlabsStruct(
+            memory=self.memory.ctypes.data,
+            slab_bytes=layout.slab_bytes,
+            block_size=layout.block_size,
+            num_kinds=len(kinds),
+            kinds=ctypes.addressof(kinds),
+            layer_kinds=of_layers[0].ctypes.data,
+            places=of_layers[1].ctypes.data,
+        )
+        return slabs, kinds, of_layers
+
+    def _ahead_bytes(self, num_blocks: int) -> int:
+        """Memory of slabs that hold so many blocks of kind 0."""
+        return -(-num_blocks * self.layout.slab_bytes // self.layout.blocks_per_slab[0])
+
+    def _take_ahead(self, region: Array, ahead_bytes: int) -> PagePreallocation:
+        ahead = PagePreallocation(region.reshape(1, -1), ahead_bytes, available_bytes=self._available_bytes)
         weakref.finalize(self, ahead.stop)
         return ahead
 
-    def note_used(self, block: int) -> None:
-        """Notes that a block is used, or about to be. All smaller block ids count as used."""
-        self.ahead.note_used((block // self._run + 1) * self._run_bytes)
-        if not self._is_nearly_full and block >= NEARLY_FULL * self.num_blocks:
+    def note_used(self, block: int, kind: int = 0) -> None:
+        """Notes that a block is used, or about to be. All slabs before its own count as used."""
+        num_slabs = block // self.layout.blocks_per_slab[kind] + 1
+        self.ahead.note_used(num_slabs * self.layout.slab_bytes)
+        if not self._is_nearly_full and block >= NEARLY_FULL * self.layout.num_blocks[kind]:
             self._is_nearly_full = True
             if self.ahead_on_host is not None:
                 self.ahead_on_host.start()
@@ -83,39 +132,49 @@ class NativeCache:
         if self.ahead_on_host is not None:
             self.ahead_on_host.end_step()
 
-    def at(self, blocks: Longs | int) -> tuple[Any, ...]:
-        """The index in `data` of one block, [layers, pieces, numbers], or of B, [B, layers, pieces, numbers]."""
-        return (slice(None), blocks // self._run, slice(None), blocks % self._run)
+    def at(self, blocks: Longs | int, kind: int = 0) -> tuple[Any, ...]:
+        """Where `data_of[kind]` has one block, [layers, pieces, numbers], or B blocks, [B, layers, pieces, numbers]."""
+        size = self.layout.blocks_per_slab[kind]
+        return (blocks // size, slice(None), slice(None), blocks % size)
 
-    def copy_blocks(self, sources: Longs, destinations: Longs) -> None:
-        """Copies block `sources[i]` to `destinations[i]`, [C] each, in all layers. No block may be both."""
+    def copy_blocks(self, sources: Longs, destinations: Longs, kind: int = 0) -> None:
+        """Copies block `sources[i]` to `destinations[i]`, [C] each, in all layers of the kind. No block may be both."""
+        data = self.data_of[kind]
         for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
-            self.data[self.at(destination)] = self.data[self.at(source)]
+            data[self.at(destination, kind)] = data[self.at(source, kind)]
 
-    def make_host_blocks(self, num_blocks: int) -> Array:
-        """Allocates host blocks, [blocks, layers, pieces, numbers]; call once.
+    def make_host_blocks(self, num_blocks: int, kind: int = 0) -> Array:
+        """Allocates host blocks, [blocks, layers of the kind, pieces, numbers]; call once for each kind.
 
         Until the cache is nearly full they take address space only. The layers of a block are contiguous, so that a
         used block takes no more memory than it needs: with a page per layer, four blocks would take 60 MiB.
         """
-        assert self.ahead_on_host is None, "host blocks are already allocated"
-        num_layers, _, num_pieces, _, numbers = self.data.shape
-        host: Array = np.empty((num_blocks, num_layers, num_pieces, numbers), self.data.dtype)
-        ahead_bytes = min(self._blocks_ahead, num_blocks // 2) * host[:1].nbytes
-        self.ahead_on_host = self._take_ahead(host.reshape(1, -1), ahead_bytes)
+        _, num_layers, num_pieces, _, numbers = self.data_of[kind].shape
+        host: Array = np.empty((num_blocks, num_layers, num_pieces, numbers), self.memory.dtype)
+        if kind == 0:
+            assert self.ahead_on_host is None, "host blocks are already allocated"
+            ahead_bytes = min(self._blocks_ahead, num_blocks // 2) * host[:1].nbytes
+            self.ahead_on_host = self._take_ahead(host, ahead_bytes)
         return host
 
-    def copy_out(self, blocks: Longs, host: Array, places: Longs) -> None:
+    def copy_out(self, blocks: Longs, host: Array, places: Longs, kind: int = 0) -> None:
         """Copies block `blocks[i]` to block `places[i]` of `host`, [C] each."""
-        if self._is_nearly_full and self.ahead_on_host is not None and len(places):
+        if kind == 0 and self._is_nearly_full and self.ahead_on_host is not None and len(places):
             self.ahead_on_host.note_used((int(places.max()) + 1) * host[:1].nbytes)
+        data = self.data_of[kind]
         for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
-            host[place] = self.data[self.at(block)]
+            host[place] = data[self.at(block, kind)]
 
-    def copy_in(self, host: Array, places: Longs, blocks: Longs) -> None:
+    def copy_in(self, host: Array, places: Longs, blocks: Longs, kind: int = 0) -> None:
         """Copies block `places[i]` of `host` to block `blocks[i]`, [C] each."""
+        data = self.data_of[kind]
         for place, block in zip(places.tolist(), blocks.tolist(), strict=True):
-            self.data[self.at(block)] = host[place]
+            data[self.at(block, kind)] = host[place]
+
+
+def _kinds(layout: KVLayout) -> Sequence[tuple[KVKind, int]]:
+    """Each kind, and its blocks in a slab."""
+    return tuple(zip(layout.kinds, layout.blocks_per_slab, strict=True))
 
 
 def aligned_zeros(shape: tuple[int, ...], item: np.dtype[Any]) -> Array:
@@ -129,25 +188,3 @@ def aligned_zeros(shape: tuple[int, ...], item: np.dtype[Any]) -> Array:
     memory = np.zeros(num_bytes + alignment, np.uint8)
     begin = -memory.ctypes.data % alignment
     return memory[begin : begin + num_bytes].view(item).reshape(shape)
-
-
-def blocks_of_a_run(block_size: int) -> int:
-    """Blocks of a run: those that hold `RUN_TOKENS`, rounded down to a power of two, but at least one."""
-    return 1 << max(0, (RUN_TOKENS // block_size).bit_length() - 1)
-
-
-def spread_layers(num_blocks: int, block_bytes: int, num_layers: int) -> int:
-    """Blocks from the start of one layer to the next, at least `num_blocks`.
-
-    The result spreads the starts of the layers evenly over the offsets in a large page. The system takes 0.2 ms to
-    hand out such a page, and 5 ms in a virtual machine whose host does the same. Blocks are first used in order, in all
-    layers alike, so with equal offsets all layers would need their next page in one step (30 layers: 150 ms).
-    """
-    if num_blocks * block_bytes < LARGE_PAGE:
-        return num_blocks
-
-    def distance(count: int) -> int:
-        place = (count * block_bytes - LARGE_PAGE // num_layers) % LARGE_PAGE
-        return min(place, LARGE_PAGE - place)
-
-    return min(range(num_blocks, num_blocks + LARGE_PAGE // block_bytes + 1), key=distance)

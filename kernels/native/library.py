@@ -16,6 +16,7 @@ from . import build, machine
 from .errors import NativeUnavailableError
 
 ENVIRONMENT = "MILLRACE_INSTRUCTION_SET"  # forces an instruction set, for tests
+MAX_KINDS = 8  # of cache blocks; as in source/step/step.h
 EMULATED = {"avx512_bf16_emulated": "avx512", "amx_emulated": "avx512_bf16"}  # what each needs; for tests
 
 
@@ -94,14 +95,30 @@ class LoraSliceStruct(Structure):
     ]
 
 
+class CacheKindStruct(Structure):
+    """`CacheKind` of source/step/step.h."""
+
+    _fields_ = [*((name, c_int64) for name in ("num_blocks", "blocks_per_slab", "window"))]
+
+
+class CacheSlabsStruct(Structure):
+    """`CacheSlabs` of source/step/step.h."""
+
+    _fields_ = [
+        ("memory", c_void_p),
+        *((name, c_int64) for name in ("slab_bytes", "block_size", "num_kinds")),
+        *((name, c_void_p) for name in ("kinds", "layer_kinds", "places")),
+    ]
+
+
 class StepInputsStruct(Structure):
-    """`StepInputsStruct` of source/step/step.h."""
+    """`StepInputs` of source/step/step.h."""
 
     _fields_ = [
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "table_width", "num_logits")),
-        *((name, c_void_p) for name in ("input_ids", "positions", "slot_mapping")),
-        *((name, c_void_p) for name in ("block_tables", "query_starts", "lengths", "logits_rows", "cache")),
-        *((name, c_int64) for name in ("num_blocks", "layer_stride_blocks", "block_size")),
+        *((name, c_void_p) for name in ("input_ids", "positions")),
+        *((name, c_void_p * MAX_KINDS) for name in ("slot_mapping", "block_tables")),
+        *((name, c_void_p) for name in ("query_starts", "lengths", "logits_rows", "cache")),
         *((name, c_void_p) for name in ("hidden", "logits", "argmax", "is_broken", "adapters")),
     ]
 
@@ -110,11 +127,10 @@ class DecodeSlots(Structure):
     """`DecodeSlots` of source/step/step.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("slots", "starts", "last_tokens", "num_known", "tables")),
+        *((name, c_void_p) for name in ("slots", "starts", "last_tokens", "num_known")),
+        ("tables", c_void_p * MAX_KINDS),
         *((name, c_int64) for name in ("num_slots", "blocks_per_slot")),
-        ("cache", c_void_p),
-        *((name, c_int64) for name in ("num_blocks", "layer_stride_blocks", "block_size")),
-        *((name, c_void_p) for name in ("rope_offsets", "adapters")),
+        *((name, c_void_p) for name in ("cache", "rope_offsets", "adapters")),
     ]
 
 

@@ -108,7 +108,7 @@ class NativeModel:
         self._shares = np.zeros(len(ThreadShare), np.int64)
         if self.num_threads > 1:
             self._library.millrace_count_thread_times(self._model, self._shares.ctypes.data)
-        self._kept: list[Array] = []
+        self._kept: list[object] = []
         self._are_coded = False
         self._factors: dict[str, float] = {}  # of the scales, by product
         self._columns: dict[str, Ints | None] = {}  # their order, by product
@@ -360,8 +360,8 @@ class NativeModel:
         *,
         input_ids: Longs,  # [T]
         positions: Longs,  # [T], from 0 in each sequence
-        slot_mapping: Longs,  # [T] block * block_size + offset; -1: not written
-        block_tables: Ints,  # [S, M] block ids in token order
+        slot_mapping: Longs,  # [T] block * block_size + offset; -1: not written. [K, T] for a cache of K kinds
+        block_tables: Ints,  # [S, M] block ids in token order, [K, S, M] likewise; none before a window is read
         query_starts: Ints,  # [S + 1] sequence s has the tokens [query_starts[s], query_starts[s + 1])
         lengths: Ints,  # [S] tokens in the cache, the new ones included
         logits_rows: Longs | None = None,  # [L] which of the T tokens
@@ -378,22 +378,20 @@ class NativeModel:
         """
         self.check_cache(cache)
         assert logits is None or likeliest is None, "request logits or likeliest, not both"
+        num_kinds = len(cache.data_of)
         inputs = library.StepInputsStruct(
             num_tokens=len(input_ids),
             num_sequences=len(lengths),
-            table_width=block_tables.shape[1],
+            table_width=block_tables.shape[-1],
             num_logits=0 if logits_rows is None or (logits is None and likeliest is None) else len(logits_rows),
             input_ids=address(input_ids, np.int64),
             positions=address(positions, np.int64),
-            slot_mapping=address(slot_mapping, np.int64),
-            block_tables=address(block_tables, np.int32),
+            slot_mapping=addresses(slot_mapping.reshape(num_kinds, -1), np.int64),
+            block_tables=addresses(block_tables.reshape(num_kinds, -1), np.int32),
             query_starts=address(query_starts, np.int32),
             lengths=address(lengths, np.int32),
             logits_rows=None if logits_rows is None else address(logits_rows, np.int64),
-            cache=cache.data.ctypes.data,
-            num_blocks=cache.num_blocks,
-            layer_stride_blocks=cache.layer_stride_blocks,
-            block_size=cache.block_size,
+            cache=ctypes.addressof(cache.slabs),
             hidden=None if hidden is None else address(hidden, np.float32),
             logits=None if logits is None else address(logits, np.float32),
             argmax=None if likeliest is None else address(likeliest[0], np.int64),
@@ -421,9 +419,9 @@ class NativeModel:
         """The system's id of the thread that runs the steps; 0: the caller's thread does."""
         return int(self._library.millrace_step_thread_id(self._model))
 
-    def keep(self, *arrays: Array) -> None:
-        """Keeps arrays alive as long as the model, because steps that are not waited for may read them."""
-        self._kept.extend(arrays)
+    def keep(self, *memory: object) -> None:
+        """Keeps memory alive as long as the model, because steps that are not waited for may read it."""
+        self._kept.extend(memory)
 
     def begin(self, number: int, rows: Any, sampling: Any, num_rows: int) -> None:
         """Queues a decoding step with sampling, for a `StepChain`.
@@ -515,7 +513,7 @@ class NativeModel:
             raise ValueError(f"native step: {_PROBLEMS[problem]}")
 
 
-def _delete(library: ctypes.CDLL, model: int, kept: list[Array]) -> None:
+def _delete(library: ctypes.CDLL, model: int, kept: list[object]) -> None:
     """Deletes the model, then releases `kept`, which running steps may read. No caller may be waiting for a step."""
     library.millrace_model_delete(model)
 
@@ -528,3 +526,9 @@ def address(array: Array, dtype: type[np.generic]) -> int:
     """Address of an array, which must be contiguous and of type `dtype`."""
     assert array.dtype == dtype and array.flags.c_contiguous, f"{array.dtype} {array.strides}: not contiguous {dtype}"
     return int(array.ctypes.data)
+
+
+def addresses(arrays: Array, dtype: type[np.generic]) -> tuple[int, ...]:
+    """Addresses of `arrays[i]`, of an array that must be as for `address`."""
+    first = address(arrays, dtype)
+    return tuple(first + i * arrays.strides[0] for i in range(len(arrays)))

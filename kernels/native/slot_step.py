@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..layout.sampling_fields import DRAWS
 from . import library
 from .cache import NativeCache
-from .model import NativeModel, address
+from .model import NativeModel, address, addresses
 from .shape import Array, Bools, Doubles, Floats, Ints, Longs
 
 NO_IDS: Longs = np.zeros(0, np.int64)
@@ -31,34 +31,32 @@ class SlotStep:
         *,
         last_tokens: Longs,  # [S] the newest token
         num_known: Longs,  # [S] leading tokens that belong to the prompt and are not in `last_tokens`
-        tables: Ints,  # [S, M] block ids in token order
+        tables: Ints,  # [S, M] block ids in token order; [K, S, M] for a cache of K kinds
         rope_offsets: Longs | None = None,  # [S] added to positions for rows of the rotary tables; None: not
         adapters: Longs | None = None,  # [S] adapter slot of each sequence, 0: none; None: no sequence has one
     ) -> None:
         model.check_cache(cache)
         self.model = model
-        self._cache, self._last_tokens, self._num_known, self._tables = cache, last_tokens, num_known, tables
+        self._cache, self._last_tokens, self._num_known = cache, last_tokens, num_known
+        self._tables = tables.reshape(len(cache.data_of), *tables.shape[-2:])
         self._rope_offsets, self._adapters = rope_offsets, adapters
-        model.keep(cache.data, last_tokens, num_known, tables)
+        model.keep(*cache.parts, last_tokens, num_known, tables)
         model.keep(*(column for column in (rope_offsets, adapters) if column is not None))
         self._rows = self.rows()
 
     def rows(self) -> SlotStepRows:
         """Memory for the slots of a step."""
-        num_slots, blocks_per_slot = self._tables.shape
+        num_slots, blocks_per_slot = self._tables.shape[1:]
         slots, starts = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
         columns = library.DecodeSlots(
             slots=address(slots, np.int64),
             starts=address(starts, np.int64),
             last_tokens=address(self._last_tokens, np.int64),
             num_known=address(self._num_known, np.int64),
-            tables=address(self._tables, np.int32),
+            tables=addresses(self._tables, np.int32),
             num_slots=num_slots,
             blocks_per_slot=blocks_per_slot,
-            cache=self._cache.data.ctypes.data,
-            num_blocks=self._cache.num_blocks,
-            layer_stride_blocks=self._cache.layer_stride_blocks,
-            block_size=self._cache.block_size,
+            cache=ctypes.addressof(self._cache.slabs),
             rope_offsets=None if self._rope_offsets is None else address(self._rope_offsets, np.int64),
             adapters=None if self._adapters is None else address(self._adapters, np.int64),
         )

@@ -98,7 +98,7 @@ def pieces_of(root: Path, text: str, context: int) -> list[list[int]]:
 
 def mean_loss(model: NativeModel, pieces: Sequence[Sequence[int]]) -> float:
     """Mean of -log p(token) over all tokens but the first of each piece, nats."""
-    cache = NativeCache(model.shape, -(-CONTEXT // BLOCK_SIZE), BLOCK_SIZE, model.cache_dtype)
+    cache = NativeCache.uniform(model.shape, -(-CONTEXT // BLOCK_SIZE), BLOCK_SIZE, model.cache_dtype)
     losses = [_losses(model, cache, np.array(piece, np.int64)) for piece in pieces]
     return float(np.concatenate(losses).mean())
 

@@ -62,7 +62,7 @@ class Subject:
             num_threads=threads,
         )
         self.blocks_of_each = -(-max(CONTEXT, PROMPT) // BLOCK_SIZE)
-        self.cache = NativeCache(
+        self.cache = NativeCache.uniform(
             self.model.shape, self.blocks_of_each * max(BATCHES), BLOCK_SIZE, self.model.cache_dtype
         )
         # Memory of its own: what was never written to is one page of zeros for all, and that is always near.

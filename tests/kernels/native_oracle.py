@@ -309,7 +309,7 @@ class Run:
 
     def __post_init__(self) -> None:
         count = self.num_blocks or 4096 // self.block_size
-        self.cache = NativeCache(self.model.shape, count, self.block_size, self.model.cache_dtype)
+        self.cache = NativeCache.uniform(self.model.shape, count, self.block_size, self.model.cache_dtype)
         self._free = np.random.default_rng(3).permutation(count).tolist()
         if self.poison is not None:
             bits = np.float32(self.poison).view(np.uint32) >> 16

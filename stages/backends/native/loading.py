@@ -79,7 +79,7 @@ def load_natively(
         model.set_positions(positions.tables, num_short + memory.max_model_len)
         runner = NativeRunner(
             model,
-            cache := NativeCache(
+            cache := NativeCache.uniform(
                 sizes, memory.num_blocks, config.block_size, cache_dtype, _blocks_ahead(config, memory), free_host_bytes
             ),
             np.zeros(config.max_num_seqs, np.int64),

@@ -265,7 +265,7 @@ def test_plain_code_stands_in_for_tile_registers(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_step_without_requested_logits_only_fills_the_cache(dtype: DType) -> None:
     model = load("tied", dtype)
-    cache = NativeCache(model.shape, 2, 16, model.cache_dtype)
+    cache = NativeCache.uniform(model.shape, 2, 16, model.cache_dtype)
     inputs = {"block_tables": np.zeros((1, 1), np.int32), "query_starts": np.array([0, 3], np.int32)}
     ids, places = np.array(tokens(3)), np.arange(3)
     no_logits = np.empty((0, model.shape.vocab_size), np.float32)
@@ -376,7 +376,7 @@ def test_the_parts_of_a_step_are_timed_for_who_asks_and_change_no_bit() -> None:
 def test_a_step_says_that_it_is_ready_before_it_computes_anything() -> None:
     model, seen = checkpoint("tied").load("float32", num_threads=1), []
     run = Run(model, num_blocks=4)
-    model.call_before_steps(lambda: seen.append(np.count_nonzero(run.cache.data[0])))
+    model.call_before_steps(lambda: seen.append(np.count_nonzero(run.cache.data[:, 0])))
     run.step({0: tokens(3)})
     run.step({0: tokens(2)})
     one = SMALL["num_kv_heads"] * SMALL["head_dim"] * 2  # numbers of a token

@@ -284,7 +284,7 @@ def test_a_token_of_an_int8_cache_takes_a_byte_a_number_and_two_for_each_scale()
     shape = checkpoint("tied").shape  # 2 layers, 2 heads of 32
     assert shape.bytes_per_block(16, "int8") == 16 * 2 * 2 * 2 * (32 + 2)
     assert shape.bytes_per_block(16, "bfloat16") == 16 * 2 * 2 * 2 * 64
-    cache = NativeCache(shape, 5, 16, "int8")
+    cache = NativeCache.uniform(shape, 5, 16, "int8")
     assert cache.data[cache.at(4)].nbytes == shape.bytes_per_block(16, "int8")
 
 

@@ -115,7 +115,7 @@ def test_columns_that_point_outside_are_refused_before_any_computing(
 
 def test_a_cache_of_another_type_is_refused() -> None:
     model: NativeModel = Checkpoint.random().load("float32", num_threads=1)
-    cache = NativeCache(model.shape, 4, 4, "bfloat16")
+    cache = NativeCache.uniform(model.shape, 4, 4, "bfloat16")
     longs = np.zeros(2, np.int64)
     with pytest.raises(AssertionError, match="cache dtype bfloat16"):
         SlotStep(model, cache, last_tokens=longs, num_known=longs, tables=np.zeros((2, 2), np.int32))

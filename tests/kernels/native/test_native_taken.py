@@ -190,7 +190,7 @@ def test_so_much_is_left_to_others_and_a_little_more_that_is_used_has_it_look_ag
 
 @NEEDS_CALL
 def test_memory_of_host_blocks_is_taken_ahead_once_the_cache_is_nearly_full():
-    cache = NativeCache(SHAPE, 512, 16, "float32", blocks_ahead=512)
+    cache = NativeCache.uniform(SHAPE, 512, 16, "float32", blocks_ahead=512)
     host = cache.make_host_blocks(512)
     block_bytes = host[:1].nbytes
     ahead = cache.ahead_on_host
@@ -212,7 +212,7 @@ def test_memory_of_host_blocks_is_taken_ahead_once_the_cache_is_nearly_full():
 
 @NEEDS_CALL
 def test_a_released_cache_takes_no_more_memory():
-    cache = NativeCache(SHAPE, 2048, 16, "bfloat16", blocks_ahead=1024)
+    cache = NativeCache.uniform(SHAPE, 2048, 16, "bfloat16", blocks_ahead=1024)
     ahead = cache.ahead
     ahead.begin_step()  # threads begin, and wait
     cache.note_used(1023)

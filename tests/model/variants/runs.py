@@ -112,7 +112,7 @@ def native_logits(root: Path, num_tokens: int, **settings: Any) -> NDArray[np.fl
     assert isinstance(model, NativeModel), model
     num_positions = min(opened.max_model_len, 1024)
     model.set_positions([rope_tables(rope, num_positions) for rope in opened.shape.ropes], num_positions)
-    cache = NativeCache(model.shape, num_blocks=-(-num_tokens // 16), block_size=16, dtype="float32")
+    cache = NativeCache.uniform(model.shape, num_blocks=-(-num_tokens // 16), block_size=16, dtype="float32")
     ids = np.array(prompt(num_tokens), np.int64)
     places = np.arange(num_tokens)
     return NativeDecoder(model).forward(

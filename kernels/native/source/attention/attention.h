@@ -299,14 +299,19 @@ class ItemAttention {
         });
     }
 
-    // Gathers tiles from blocks that are smaller.
+    // Gathers tiles from blocks that are smaller. Zeros before the first visible key, whose blocks may be gone.
     void gather_tiles(int64_t base, const Span& span, Tiles* keys, Tiles* values) {
         int64_t block_size = layout_.block_size, tile_size = KEY_TILE * width_;
         for (int64_t tile = span.first_tile; tile < span.last_tile; tile++) {
             T *key_tile = scratch_->keys + tile * tile_size, *value_tile = scratch_->values + tile * tile_size;
             bf16 *key_scales = scratch_->key_scales + tile * KEY_TILE,
                 *value_scales = scratch_->value_scales + tile * KEY_TILE;
-            for (int64_t i = 0; i < std::min(KEY_TILE, span.last - tile * KEY_TILE); i++) {
+            int64_t first = std::max(span.first - tile * KEY_TILE, int64_t(0));
+            if (first > 0) {
+                std::fill(value_tile, value_tile + tile_size, T());
+                std::fill(value_scales, value_scales + KEY_TILE, bf16());
+            }
+            for (int64_t i = first; i < std::min(KEY_TILE, span.last - tile * KEY_TILE); i++) {
                 int64_t at = base + tile * KEY_TILE + i, block = table_[at / block_size], offset = at % block_size;
                 const T* key_head = layout_.keys(cache_, block, item_.head);
                 const T* value_head = layout_.values(cache_, block, item_.head);

@@ -1,6 +1,6 @@
 // The plan of a step's attention: its items and chunks, divided into parts of similar cost for the threads.
 //
-// Made once per step and window, on the calling thread, before the compute threads start.
+// Made once per step, kind of blocks and window, on the calling thread, before the compute threads start.
 
 #pragma once
 
@@ -9,10 +9,10 @@
 
 namespace millrace {
 
-// Attention of all layers with one window, in several parts per thread, so that a thread that is done takes parts of
+// Attention of all layers with one kind of blocks and one window, in several parts per thread, so that a thread that is done takes parts of
 // others.
 struct AttentionPlan {
-    int64_t window = 0;
+    int64_t kind = 0, window = 0;
     std::vector<AttentionItem> items;
     bool is_split = false;                            // whether different threads may compute the chunks of an item
     std::vector<std::pair<int32_t, int64_t>> chunks;  // (item, chunk) in computing order
@@ -91,10 +91,10 @@ inline void list_chunks(AttentionPlan* plan, int num_threads) {
 }
 
 // `rows_together`: most rows of an item.
-inline AttentionPlan make_attention_plan(const Model& model, const StepInputs& inputs, int64_t window, int num_threads,
-                                         int rows_together) {
+inline AttentionPlan make_attention_plan(const Model& model, const StepInputs& inputs, int64_t kind, int64_t window,
+                                         int num_threads, int rows_together) {
     AttentionPlan plan;
-    plan.window = window;
+    plan.kind = kind, plan.window = window;
     plan.partial_size = MAX_QUERY_ROWS * (round_up(model.shape.head_dim, 16) + 2);
     int64_t group = model.shape.num_heads / model.shape.num_kv_heads, num_chunks = 0;
     for (int32_t s = 0; s < inputs.num_sequences; s++) {

@@ -21,13 +21,15 @@ class AttentionStep {
     using Attention = ItemAttention<Cached>;
 
   public:
-    AttentionStep(Model& model, const CacheLayout<Cached>& layout) : model_(model), shape_(model.shape), layout_(layout) {}
+    // `layouts`: of each kind of blocks.
+    AttentionStep(Model& model, const std::vector<CacheLayout<Cached>>& layouts)
+        : model_(model), shape_(model.shape), layouts_(layouts) {}
 
     // Decides, before reads are listed, whether the values of chunks are deferred where that pays (see
     // `AttentionPlan`): not if keys and values are prefetched a layer ahead.
     // NOTE: small blocks and AMX keep a chunk's values where the next chunk's would overwrite them, so they cannot
     // defer.
-    void decide_deferral(bool prefetches_kv) { can_defer_ = !prefetches_kv && !USES_AMX<Cached> && layout_.is_tiled(); }
+    void decide_deferral(bool prefetches_kv) { can_defer_ = !prefetches_kv && !USES_AMX<Cached> && layouts_[0].is_tiled(); }
 
     // Memory of the threads' buffers.
     static int64_t scratch_bytes(int num_threads) { return int64_t(sizeof(AttentionScratch<Cached>)) * num_threads; }
@@ -127,7 +129,8 @@ class AttentionStep {
     Attention item_attention(const Batch<Input>& batch, const AttentionPlan& plan, const AttentionItem& item,
                              const Layer* layer, const Cached* cache, int scratch_index) {
         int64_t group = shape_.num_heads / shape_.num_kv_heads;
-        return {layout_, batch.sequences(), item, layer, cache, group, plan.window, scratch_of(scratch_index)};
+        return {layouts_[plan.kind], batch.sequences(plan.kind), item, layer, cache, group, plan.window,
+                scratch_of(scratch_index)};
     }
 
     AttentionScratch<Cached>* scratch_of(int scratch_index) const {
@@ -136,7 +139,7 @@ class AttentionStep {
 
     Model& model_;
     const Shape& shape_;
-    CacheLayout<Cached> layout_;
+    std::vector<CacheLayout<Cached>> layouts_;
     bool can_defer_ = false;
 };
 

@@ -5,11 +5,12 @@
 // rows, [token][dim], from which tiles are gathered on reading. In int8 each key and each value has a bf16 scale; a
 // key's multiplies its score, a value's its weight.
 //
-// Blocks that together hold a chunk, the 256 tokens that attention processes at a time, form a run. In a run a head's
-// keys are contiguous, then its values. So a sequence in consecutive blocks is read from end to end. The hardware
-// prefetcher follows such a stream; at each jump it starts again, and what it had prefetched is wasted. Attention of
-// 8,000 tokens takes 19 % less than with runs of 128 tokens, of 8 to 32 sequences 7 to 14 % less (two cores of a Zen 4
-// class EPYC, memory at 50 GB/s; at 34 GB/s 11 and 6 to 11 %; not measured with AMX).
+// A slab is a piece of the cache that holds blocks of one kind: as many as fit, at least the 256 tokens of a chunk that
+// attention processes at a time. In a slab the keys that a layer and head have in all its blocks are contiguous, then
+// the values. So a sequence in consecutive blocks is read from end to end. The hardware prefetcher follows such a
+// stream; at each jump it starts again, and what it had prefetched is wasted. Attention of 8,000 tokens takes 19 % less
+// than with 128 tokens side by side, of 8 to 32 sequences 7 to 14 % less (two cores of a Zen 4 class EPYC, memory at 50
+// GB/s; at 34 GB/s 11 and 6 to 11 %; not measured with AMX).
 //
 // Written in the cache-write phase, read in the attention phase, on each compute thread. cache.py computes the same
 // layout for copies.
@@ -26,36 +27,42 @@ namespace millrace {
 
 constexpr int64_t KEY_TILE = 16;        // keys
 constexpr int64_t CHUNK = 256;          // keys
-constexpr int64_t RUN_TOKENS = CHUNK;   // tokens
 constexpr int64_t MAX_TILES_AHEAD = 8;  // tiles
 constexpr int64_t MAX_HEAD_DIM = 1024;
 
-// One layer of the cache: [runs][kv heads][keys, values][blocks of a run] heads of T, each [block_size * padded dim]
-// numbers and in int8 [block_size] scales. The next layer begins `layer_stride_blocks` blocks after this one.
+// The blocks of one kind: slabs of [layers of the kind][kv heads][keys, values][blocks of the slab] heads of T, each
+// [block_size * padded dim] numbers and in int8 [block_size] scales. What is left of a slab is not used.
 template <class T>
 struct CacheLayout {
     static constexpr bool HAS_SCALES = std::is_same<T, int8_t>::value;
-    int64_t layer_stride_blocks, block_size, num_kv_heads, head_dim;
-    int run_bits = 0;  // a run has 1 << run_bits blocks: at most RUN_TOKENS tokens, but at least one block
+    int64_t slab_size;  // numbers, or bytes in int8
+    int64_t blocks_per_slab, block_size, num_kv_heads, head_dim;
+    int slab_bits = 0;  // a slab has 1 << slab_bits blocks; negative: another number of them
 
-    CacheLayout(int64_t layer_stride_blocks, int64_t block_size, int64_t num_kv_heads, int64_t head_dim)
-        : layer_stride_blocks(layer_stride_blocks), block_size(block_size), num_kv_heads(num_kv_heads), head_dim(head_dim) {
-        while (block_size << (run_bits + 1) <= RUN_TOKENS) run_bits++;
+    CacheLayout(int64_t slab_bytes, int64_t blocks_per_slab, int64_t block_size, int64_t num_kv_heads, int64_t head_dim)
+        : slab_size(slab_bytes / int64_t(sizeof(T))), blocks_per_slab(blocks_per_slab), block_size(block_size),
+          num_kv_heads(num_kv_heads), head_dim(head_dim) {
+        while (int64_t(1) << slab_bits < blocks_per_slab) slab_bits++;
+        if (int64_t(1) << slab_bits != blocks_per_slab) slab_bits = -1;
     }
 
     int64_t padded_dim() const { return round_up(head_dim, 16); }
     int64_t head_elements() const { return block_size * padded_dim(); }
     int64_t head_size() const { return head_elements() + (HAS_SCALES ? block_size * 2 : 0); }
-    int64_t block_stride() const { return 2 * num_kv_heads * head_size(); }
-    int64_t layer_stride() const { return layer_stride_blocks * block_stride(); }
+    int64_t layer_size() const { return blocks_per_slab * 2 * num_kv_heads * head_size(); }  // in a slab
     bool is_tiled() const { return block_size % KEY_TILE == 0; }
 
-    int64_t value_offset() const { return head_size() << run_bits; }  // from the keys of the same block and head
+    int64_t value_offset() const { return head_size() * blocks_per_slab; }  // from the keys of the same block and head
 
+    int64_t slab_of(int64_t block) const {
+        return slab_bits >= 0 ? block >> slab_bits : int64_t(uint32_t(block) / uint32_t(blocks_per_slab));
+    }
+
+    // `layer`: its place in the first slab.
     template <class P>  // T* or const T*
     P keys(P layer, int64_t block, int64_t head) const {
-        int64_t first = block >> run_bits << run_bits;  // of the run
-        return layer + first * block_stride() + ((2 * head << run_bits) + block - first) * head_size();
+        int64_t slab = slab_of(block);
+        return layer + slab * slab_size + ((2 * head - slab) * blocks_per_slab + block) * head_size();
     }
     template <class P>
     P values(P layer, int64_t block, int64_t head) const { return keys(layer, block, head) + value_offset(); }

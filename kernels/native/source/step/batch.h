@@ -63,18 +63,23 @@ template <class Input>
 struct Batch {
     StepInputs inputs;
     Activations<Input> buffers;
-    std::map<int64_t, AttentionPlan> plans;  // by window
+    std::map<std::pair<int64_t, int64_t>, AttentionPlan> plans;  // by kind and window
     LoraRows adapted;
 
     Batch(const Model& model, char* memory, const StepInputs& inputs)
         : inputs(inputs), buffers(model, memory, inputs.num_tokens),
           adapted(model, inputs.adapters, inputs.num_tokens) {}
 
-    void plan(const Model& model, int64_t window, int num_threads, int rows_together) {
-        if (!plans.count(window)) plans[window] = make_attention_plan(model, inputs, window, num_threads, rows_together);
+    void plan(const Model& model, int64_t layer, int num_threads, int rows_together) {
+        int64_t kind = inputs.cache->layer_kinds[layer], window = model.layers[layer].shape.window;
+        AttentionPlan& plan = plans[{kind, window}];
+        if (plan.num_parts() < 0) plan = make_attention_plan(model, inputs, kind, window, num_threads, rows_together);
     }
-    SequenceTables sequences() const {
-        return {inputs.block_tables, inputs.query_starts, inputs.lengths, inputs.num_sequences, inputs.table_width};
+    const AttentionPlan& plan_of(const Model& model, int64_t layer) const {
+        return plans.at({inputs.cache->layer_kinds[layer], model.layers[layer].shape.window});
+    }
+    SequenceTables sequences(int64_t kind) const {
+        return {inputs.block_tables[kind], inputs.query_starts, inputs.lengths, inputs.num_sequences, inputs.table_width};
     }
 };
 
@@ -115,7 +120,8 @@ struct SelectedRows {
         selected.num_tokens = int64_t(rows.size());
         selected.query_starts = query_starts.data(), selected.logits_rows = logits_rows.data();
         selected.adapters = adapters.empty() ? nullptr : adapters.data();
-        selected.input_ids = selected.positions = selected.slot_mapping = nullptr;  // already used
+        selected.input_ids = selected.positions = nullptr;  // already used
+        for (int64_t kind = 0; kind < MAX_KINDS; kind++) selected.slot_mapping[kind] = nullptr;  // likewise
         return selected;
     }
 };

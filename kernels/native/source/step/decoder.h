@@ -44,14 +44,13 @@ class Step {
     // `memory`: of its activations. The other buffers must exist: see `reserve`.
     Step(Model& model, const StepInputs& inputs, ThreadAssignment assignment, char* memory, bool uses_screen)
         : model_(model), shape_(model.shape), assignment_(assignment), times_(model.phase_ns),
-          layout_{inputs.layer_stride_blocks, inputs.block_size, shape_.num_kv_heads, shape_.head_dim},
+          layouts_(layouts_of(*inputs.cache, shape_)),
           selected_rows_(inputs), all_(model, memory, inputs), selected_(model, all_.buffers.end, selected_rows_.of(inputs)),
-          rope_(model, layout_, inputs), attention_(model, layout_),
+          rope_(model, layouts_, inputs), attention_(model, layouts_),
           output_head_(model, inputs, assignment.num_threads, uses_screen) {
         int num_threads = assignment.num_threads;
-        for (const Layer& layer : model.layers)
-            (&layer == &model.layers.back() ? last_batch() : all_).plan(model, layer.shape.window, num_threads,
-                                                                              QUERY_ROWS<Cached>);
+        for (int i = 0; i <= last_layer(); i++)
+            (i == last_layer() ? last_batch() : all_).plan(model, i, num_threads, QUERY_ROWS<Cached>);
         int64_t num_floats = 0;
         for_each_plan([&](const Batch<Input>&, const AttentionPlan& plan) {
             if (plan.is_split) num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
@@ -121,7 +120,7 @@ class Step {
     template <class Use>
     void for_each_plan(const Use& use) {
         for (Batch<Input>* batch : {&all_, &selected_})
-            for (auto& [window, plan] : batch->plans) use(*batch, plan);
+            for (auto& [kind_and_window, plan] : batch->plans) use(*batch, plan);
     }
 
     int last_layer() const { return int(model_.layers.size()) - 1; }
@@ -192,7 +191,21 @@ class Step {
             shape_.dtype == BFLOAT16 ? read(table.as<bf16>()) : read(table.as<float>());
     }
 
-    Cached* cache_of(int index) const { return static_cast<Cached*>(all_.inputs.cache) + index * layout_.layer_stride(); }
+    static std::vector<CacheLayout<Cached>> layouts_of(const CacheSlabs& cache, const Shape& shape) {
+        std::vector<CacheLayout<Cached>> layouts;
+        for (int64_t kind = 0; kind < cache.num_kinds; kind++)
+            layouts.emplace_back(cache.slab_bytes, cache.kinds[kind].blocks_per_slab, cache.block_size, shape.num_kv_heads,
+                                 shape.head_dim);
+        return layouts;
+    }
+
+    int64_t kind_of(int index) const { return all_.inputs.cache->layer_kinds[index]; }
+
+    // The layer's place in the first slab.
+    Cached* cache_of(int index) const {
+        const CacheSlabs& cache = *all_.inputs.cache;
+        return static_cast<Cached*>(cache.memory) + cache.places[index] * layouts_[kind_of(index)].layer_size();
+    }
 
     // Where rows begin before their norm.
     static auto residual_of(const Batch<Input>& batch) {
@@ -294,7 +307,7 @@ class Step {
     // Whether to prefetch keys and values a layer ahead, provided that the cache retains them: products leave time for
     // it, and decoding rows read any.
     bool is_kv_prefetch_worthwhile() {
-        if (model_.layers.size() == 1 || !layout_.is_tiled()) return false;
+        if (model_.layers.size() == 1 || !layouts_[0].is_tiled()) return false;
         if (num_prefetch_pairs<Weight>(model_.layers[0].qkv, all_.buffers.normed) == 0) return false;
         bool is_read = false;
         for_each_plan([&](const Batch<Input>&, const AttentionPlan& plan) {
@@ -314,7 +327,7 @@ class Step {
         if (kv_prefetchers_.empty()) return;
         if (index > last) return kv_prefetchers_[member.rank].stop();
         const Layer &before = model_.layers[index - 1], &layer = model_.layers[index];
-        const AttentionPlan& plan = (index == last ? last_batch() : all_).plans.at(layer.shape.window);
+        const AttentionPlan& plan = (index == last ? last_batch() : all_).plan_of(model_, index);
         int64_t first, end, num_pairs = 0;
         split_evenly(plan.num_parts(), member.rank, member.count, &first, &end);
         auto add_pairs = [&](const Linear& linear) {
@@ -322,7 +335,7 @@ class Step {
         };
         add_pairs(before.output), add_pairs(before.down), add_pairs(layer.qkv);
         if (!before.shape.is_parallel) add_pairs(before.gate_up);
-        int64_t tile_bytes = KEY_TILE * layout_.padded_dim() * int64_t(sizeof(Cached));
+        int64_t tile_bytes = KEY_TILE * layouts_[0].padded_dim() * int64_t(sizeof(Cached));
         // The other half is for what is read meanwhile.
         int64_t max_bytes = model_.cache_probe.num_bytes() / 2 / assignment_.num_concurrent;
         const int64_t* reads = plan.reads.data();
@@ -337,12 +350,12 @@ class Step {
         run_normed_product(
             phases, all_, layer.pre_mixer, layer.qkv, update,
             FloatOutput{all_.buffers.qkv, all_.buffers.qkv_stride, StoreMode::STORE, 1.0f, update.if_any()});
-        times_.run(phases, OTHER, [&](Member member) { write_rope_and_cache(layer, cache_of(index), member); });
+        times_.run(phases, OTHER, [&](Member member) { write_rope_and_cache(index, member); });
     }
 
     void run_attention_and_mlp(int index, const Batch<Input>& batch, Phases& phases) {
         const Layer& layer = model_.layers[index];
-        const AttentionPlan& plan = batch.plans.at(layer.shape.window);
+        const AttentionPlan& plan = batch.plan_of(model_, index);
         const Cached* cache = cache_of(index);
         const Activations<Input>& at = batch.buffers;
         TiledRows<Input> inner{at.inner.data, at.inner.num_rows, layer.shape.intermediate_size};
@@ -384,16 +397,20 @@ class Step {
     }
 
     // Normalizes and rotates queries and keys, and writes keys and values into the cache.
-    void write_rope_and_cache(const Layer& layer, Cached* cache, Member member) {
-        parallel_for_rows(member, all_.inputs.num_tokens,
-                          [&](int64_t t) { rope_.run(layer, cache, t, all_.buffers.qkv + t * all_.buffers.qkv_stride); });
+    void write_rope_and_cache(int index, Member member) {
+        const Layer& layer = model_.layers[index];
+        int64_t kind = kind_of(index);
+        Cached* cache = cache_of(index);
+        parallel_for_rows(member, all_.inputs.num_tokens, [&](int64_t t) {
+            rope_.run(layer, kind, cache, t, all_.buffers.qkv + t * all_.buffers.qkv_stride);
+        });
     }
 
     Model& model_;
     const Shape& shape_;
     ThreadAssignment assignment_;
     PhaseTimes times_;
-    CacheLayout<Cached> layout_;
+    std::vector<CacheLayout<Cached>> layouts_;  // by kind
     SelectedRows selected_rows_;
     Batch<Input> all_, selected_;
     std::vector<KvPrefetcher> kv_prefetchers_;  // per thread; empty if nothing is prefetched a layer ahead

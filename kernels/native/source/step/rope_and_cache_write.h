@@ -16,14 +16,16 @@ namespace millrace {
 template <class Cached>
 class RopeAndCacheWrite {
   public:
-    RopeAndCacheWrite(const Model& model, const CacheLayout<Cached>& layout, const StepInputs& inputs)
-        : model_(model), shape_(model.shape), layout_(layout), inputs_(inputs) {}
+    // `layouts`: of each kind of blocks.
+    RopeAndCacheWrite(const Model& model, const std::vector<CacheLayout<Cached>>& layouts, const StepInputs& inputs)
+        : model_(model), shape_(model.shape), layouts_(layouts), inputs_(inputs) {}
 
-    // Normalizes and rotates a token's queries and keys, and writes keys and values into the layer's cache. `heads`:
-    // query, key and value heads of the token, as the product left them.
-    void run(const Layer& layer, Cached* cache, int64_t t, float* heads) const {
+    // Normalizes and rotates a token's queries and keys, and writes keys and values into the layer's cache, in blocks
+    // of its `kind`. `heads`: query, key and value heads of the token, as the product left them.
+    void run(const Layer& layer, int64_t kind, Cached* cache, int64_t t, float* heads) const {
         const LayerShape& its = layer.shape;
-        int64_t dim = shape_.head_dim, slot = inputs_.slot_mapping[t], position = inputs_.positions[t];
+        const CacheLayout<Cached>& layout = layouts_[kind];
+        int64_t dim = shape_.head_dim, slot = inputs_.slot_mapping[kind][t], position = inputs_.positions[t];
         float *keys = heads + shape_.num_heads * dim, *values = keys + shape_.num_kv_heads * dim;
         auto norm = [&] {
             if (its.qk_norm.kind == NO_NORM) return;
@@ -35,9 +37,9 @@ class RopeAndCacheWrite {
         if (its.is_qk_norm_after_rope) norm();
         if (its.temper_length > 0) temper(its, position, heads, keys);
         if (slot < 0) return;
-        int64_t block = slot / layout_.block_size, offset = slot % layout_.block_size;
+        int64_t block = slot / layout.block_size, offset = slot % layout.block_size;
         for (int64_t head = 0; head < shape_.num_kv_heads; head++)
-            write_token(layout_, layout_.keys(cache, block, head), layout_.values(cache, block, head), offset,
+            write_token(layout, layout.keys(cache, block, head), layout.values(cache, block, head), offset,
                         keys + head * dim, values + head * dim);
     }
 
@@ -76,7 +78,7 @@ class RopeAndCacheWrite {
 
     const Model& model_;
     const Shape& shape_;
-    CacheLayout<Cached> layout_;
+    std::vector<CacheLayout<Cached>> layouts_;
     StepInputs inputs_;
 };
 

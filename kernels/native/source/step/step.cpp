@@ -32,24 +32,39 @@ bool has_adapter(const Model& model, int64_t slot) {
     return slot == 0 || (slot > 0 && slot < int64_t(model.adapters.size()) && model.adapters[slot]);
 }
 
+// The first key that a query at `position` sees of a kind's.
+int64_t first_key_of(const CacheKind& kind, int64_t position) {
+    return kind.window > 0 ? std::max<int64_t>(0, position - kind.window + 1) : 0;
+}
+
+// Whether the blocks that queries at [start, end) see exist.
+bool has_valid_blocks(const StepInputs& in, int64_t sequence, int64_t kind, int64_t start, int64_t end) {
+    const CacheKind& its = in.cache->kinds[kind];
+    const int32_t* table = in.block_tables[kind] + sequence * in.table_width;
+    int64_t block_size = in.cache->block_size;
+    for (int64_t i = first_key_of(its, start) / block_size; i < ceil_div(end, block_size); i++)
+        if (table[i] < 0 || table[i] >= its.num_blocks) return false;
+    return true;
+}
+
 }  // namespace
 
 Error check(const Model& model, const StepInputs& in) {
     const Shape& shape = model.shape;
+    const CacheSlabs& cache = *in.cache;
     for (int64_t t = 0; t < in.num_tokens; t++) {
         if (in.input_ids[t] < 0 || in.input_ids[t] >= shape.vocab_size) return BAD_TOKEN;
         if (in.positions[t] < 0 || in.positions[t] >= model.num_positions) return BAD_POSITION;
-        if (in.slot_mapping[t] >= in.num_blocks * in.block_size) return BAD_SLOT;
+        for (int64_t kind = 0; kind < cache.num_kinds; kind++)
+            if (in.slot_mapping[kind][t] >= cache.kinds[kind].num_blocks * cache.block_size) return BAD_SLOT;
         if (in.adapters && !has_adapter(model, in.adapters[t])) return BAD_ADAPTER;
     }
     for (int64_t s = 0; s < in.num_sequences; s++) {
         int64_t count = int64_t(in.query_starts[s + 1]) - in.query_starts[s], length = in.lengths[s];
         if (in.query_starts[s] < 0 || count < 0 || in.query_starts[s + 1] > in.num_tokens) return BAD_SEQUENCE;
-        if (length < count || length > in.table_width * in.block_size) return BAD_SEQUENCE;
-        for (int64_t i = 0; i < ceil_div(length, in.block_size); i++) {
-            int32_t block = in.block_tables[s * in.table_width + i];
-            if (block < 0 || block >= in.num_blocks) return BAD_BLOCK;
-        }
+        if (length < count || length > in.table_width * cache.block_size) return BAD_SEQUENCE;
+        for (int64_t kind = 0; kind < cache.num_kinds; kind++)
+            if (!has_valid_blocks(in, s, kind, length - count, length)) return BAD_BLOCK;
     }
     for (int64_t i = 0; i < in.num_logits; i++)
         if (in.logits_rows[i] < 0 || in.logits_rows[i] >= in.num_tokens) return BAD_ROW;
@@ -65,26 +80,30 @@ void run_step(Model& model, const StepInputs& inputs) {
 
 Error decode(Model& model, const DecodeSlots& in, int64_t num_rows, const StepOutputs& outputs) {
     DecodeBuffers& buffers = model.decode_buffers;
-    int64_t longest = 0;
+    const CacheSlabs& cache = *in.cache;
+    int64_t longest = 0, block_size = cache.block_size;
     for (int64_t row = 0; row < num_rows; row++) {
         if (in.slots[row] < 0 || in.slots[row] >= in.num_slots) return BAD_ROW;
         if (in.starts[row] < in.num_known[in.slots[row]]) return IS_PROMPT;
         longest = std::max(longest, in.starts[row] + 1);
     }
-    int64_t width = ceil_div(longest, in.block_size);
+    int64_t width = ceil_div(longest, block_size);
     if (width > in.blocks_per_slot) return BAD_SEQUENCE;
-    buffers.input_ids.resize(num_rows), buffers.slot_mapping.resize(num_rows), buffers.rows.resize(num_rows);
-    buffers.lengths.resize(num_rows), buffers.query_starts.resize(num_rows + 1),
-        buffers.block_tables.resize(num_rows * width);
+    buffers.input_ids.resize(num_rows), buffers.rows.resize(num_rows);
+    buffers.lengths.resize(num_rows), buffers.query_starts.resize(num_rows + 1);
+    buffers.slot_mapping.resize(cache.num_kinds * num_rows), buffers.block_tables.resize(cache.num_kinds * num_rows * width);
     for (int64_t row = 0; row < num_rows; row++) {
         int64_t slot = in.slots[row], start = in.starts[row];
-        const int32_t* table = in.tables + slot * in.blocks_per_slot;
         buffers.input_ids[row] = in.last_tokens[slot];
-        buffers.slot_mapping[row] = table[start / in.block_size] * in.block_size + start % in.block_size;
         buffers.rows[row] = row;
         buffers.lengths[row] = int32_t(start + 1);
         buffers.query_starts[row + 1] = int32_t(row + 1);
-        std::copy(table, table + width, buffers.block_tables.begin() + row * width);
+        for (int64_t kind = 0; kind < cache.num_kinds; kind++) {
+            const int32_t* table = in.tables[kind] + slot * in.blocks_per_slot;
+            buffers.slot_mapping[kind * num_rows + row] = table[start / block_size] * block_size + start % block_size;
+            int64_t first = first_key_of(cache.kinds[kind], start) / block_size, end = start / block_size + 1;
+            std::copy(table + first, table + end, buffers.block_tables.begin() + (kind * num_rows + row) * width + first);
+        }
     }
     const int64_t* positions = in.starts;
     if (in.rope_offsets) {
@@ -97,10 +116,17 @@ Error decode(Model& model, const DecodeSlots& in, int64_t num_rows, const StepOu
         buffers.adapters.resize(num_rows);
         for (int64_t row = 0; row < num_rows; row++) buffers.adapters[row] = in.adapters[in.slots[row]];
     }
-    StepInputs inputs{num_rows, num_rows, width, num_rows, buffers.input_ids.data(), positions, buffers.slot_mapping.data(),
-                      buffers.block_tables.data(), buffers.query_starts.data(), buffers.lengths.data(), buffers.rows.data(),
-                      in.cache, in.num_blocks, in.layer_stride_blocks, in.block_size, nullptr, outputs.logits,
-                      outputs.argmax, outputs.is_broken, in.adapters ? buffers.adapters.data() : nullptr};
+    StepInputs inputs{};
+    inputs.num_tokens = inputs.num_sequences = inputs.num_logits = num_rows, inputs.table_width = width;
+    inputs.input_ids = buffers.input_ids.data(), inputs.positions = positions;
+    for (int64_t kind = 0; kind < cache.num_kinds; kind++) {
+        inputs.slot_mapping[kind] = buffers.slot_mapping.data() + kind * num_rows;
+        inputs.block_tables[kind] = buffers.block_tables.data() + kind * num_rows * width;
+    }
+    inputs.query_starts = buffers.query_starts.data(), inputs.lengths = buffers.lengths.data();
+    inputs.logits_rows = buffers.rows.data(), inputs.cache = in.cache;
+    inputs.logits = outputs.logits, inputs.argmax = outputs.argmax, inputs.is_broken = outputs.is_broken;
+    inputs.adapters = in.adapters ? buffers.adapters.data() : nullptr;
     Error error = check(model, inputs);
     if (error == FINE && num_rows > 0) run_step(model, inputs);
     return error;

@@ -11,15 +11,30 @@
 
 namespace millrace {
 
+constexpr int64_t MAX_KINDS = 8;  // as in cache.py
+
+// Blocks of one kind: of the layers whose keys live equally long. See kernels/layout/kv_layout.py.
+struct CacheKind {  // mirrored by `CacheKindStruct` in library.py
+    int64_t num_blocks, blocks_per_slab;
+    int64_t window;  // keys that a query sees at most, so that older blocks may be gone; 0: all
+};
+
+// The cache: slabs, each of which holds blocks of one kind, in the layout of attention/kv_layout.h.
+struct CacheSlabs {  // mirrored by `CacheSlabsStruct` in library.py
+    void* memory;
+    int64_t slab_bytes, block_size, num_kinds;
+    const CacheKind* kinds;               // [K]
+    const int32_t *layer_kinds, *places;  // [layers] kind of each layer, and its index among the layers of that kind
+};
+
 struct StepInputs {  // mirrored by `StepInputsStruct` in library.py
     int64_t num_tokens, num_sequences, table_width, num_logits;
-    const int64_t *input_ids, *positions, *slot_mapping;  // [T]
-    const int32_t *block_tables, *query_starts, *lengths;  // [S, M], [S + 1], [S]
+    const int64_t *input_ids, *positions;   // [T]
+    const int64_t* slot_mapping[MAX_KINDS];  // [T] each
+    const int32_t* block_tables[MAX_KINDS];  // [S, M] each; of blocks before a kind's window nothing is read
+    const int32_t *query_starts, *lengths;  // [S + 1], [S]
     const int64_t* logits_rows;  // [L]
-    void* cache;  // [layers] of `CacheLayout`
-    int64_t num_blocks;  // per layer
-    int64_t layer_stride_blocks;  // from the start of one layer to that of the next
-    int64_t block_size;  // tokens
+    const CacheSlabs* cache;
     float* hidden;  // [T, hidden], or null
     float* logits;  // [L, V], or null
     int64_t* argmax;  // [L] instead of logits: each row's argmax token; or null
@@ -40,10 +55,9 @@ struct DecodeSlots {                // mirrored by `DecodeSlots` in library.py
     const int64_t *slots, *starts;  // [S] slot of each row of the step, and position of its token
     int64_t* last_tokens;           // [S] newest token of each slot
     const int64_t* num_known;       // [S] leading tokens that belong to the prompt and are not in `last_tokens`
-    const int32_t* tables;          // [S, blocks_per_slot] block ids in token order
+    const int32_t* tables[MAX_KINDS];  // [S, blocks_per_slot] each: block ids in token order, of each kind
     int64_t num_slots, blocks_per_slot;
-    void* cache;  // this and the rest as in StepInputs
-    int64_t num_blocks, layer_stride_blocks, block_size;
+    const CacheSlabs* cache;
     const int64_t* rope_offsets;  // [S] added to positions, for rows of the rotary tables; or null
     const int64_t* adapters;  // [S] adapter slot of each sequence, 0: none; or null
 };

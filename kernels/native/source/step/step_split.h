@@ -54,8 +54,9 @@ bool can_split_step(const StepInputs& inputs, int num_threads) {
 inline StepInputs slice_inputs(const StepInputs& inputs, int64_t first, int64_t num, int64_t vocab_size) {
     StepInputs part = inputs;  // rows are numbered from 0 again, in `query_starts` and `logits_rows`, too
     part.num_tokens = part.num_sequences = part.num_logits = num;
-    part.input_ids += first, part.positions += first, part.slot_mapping += first, part.lengths += first;
-    part.block_tables += first * inputs.table_width;
+    part.input_ids += first, part.positions += first, part.lengths += first;
+    for (int64_t kind = 0; kind < inputs.cache->num_kinds; kind++)
+        part.slot_mapping[kind] += first, part.block_tables[kind] += first * inputs.table_width;
     if (inputs.adapters) part.adapters += first;
     if (inputs.logits) part.logits += first * vocab_size;
     if (inputs.argmax) part.argmax += first, part.is_broken += first;

@@ -4,18 +4,22 @@
 tokens; the first block uses a digest of the salt as previous key. A key only locates an entry. The entry is used only
 if its tokens and its predecessor are identical, so a collision costs a hit and never gives a wrong answer. If no whole
 block matches, a block that matches in part is looked up by its first tokens (`partial_blocks.py`).
+
+With several kinds of memory, entries are those of kind 0, which holds the blocks of a sequence the longest. The blocks
+of the other kinds are found by an entry's number (`kind_index.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from ..messages import Ints
+from .kind_index import KindIndex, KindMatch, num_usable
 from .offload_policy import is_sampled
 from .partial_blocks import TOKEN_BYTES, Before, PartialBlocks
 
@@ -90,6 +94,7 @@ class PrefixMatch(NamedTuple):
     on_host: Ints  # [H] blocks on the host
     source: int | None  # a device block whose first `num_forked` tokens come next, to be copied
     num_forked: int  # less than a block of tokens
+    more: tuple[KindMatch, ...] = ()  # of the kinds from 1 on
 
 
 class PrefixCache:
@@ -111,6 +116,7 @@ class PrefixCache:
         self.digest = digest or _sha256
         self._device, self._host = _Tier(), _Tier()
         self.partial_blocks = PartialBlocks()  # all device blocks by their first tokens, partly filled ones included
+        self.kinds: Sequence[KindIndex] = ()  # from kind 1 on
         self._num_put = 0
         self._computing: dict[bytes, int] = {}  # key -> sequence that is computing the block
 
@@ -148,8 +154,31 @@ class PrefixCache:
         if self._host.entries:
             places, last = self._run(chain, self._host, len(blocks), last)
             chain.num_on_host = len(places)
+        if self.kinds:
+            return self._find_of_kinds(chain, blocks, places, may_fork=may_fork)
         source, chain.num_forked = (may_fork and self._fork(chain, last)) or (None, 0)
         return PrefixMatch(np.array(blocks, np.int32), np.array(places, np.int32), source, chain.num_forked)
+
+    def _find_of_kinds(self, chain: BlockChain, blocks: list[int], places: list[int], *, may_fork: bool) -> PrefixMatch:
+        """Cuts a match of kind 0 to the longest one that every kind has, and repositions the chain after it."""
+        numbers = [self._device.entries[block][3] for block in blocks]
+        numbers += [self._host.entries[place][3] for place in places]
+        del numbers[num_usable(self.kinds, numbers) :]
+        blocks, places = blocks[: len(numbers)], places[: max(0, len(numbers) - len(blocks))]
+        chain.num_blocks, chain.num_on_host = len(blocks), len(places)
+        chain.last = numbers[len(blocks) - 1] if blocks else chain.salt
+        source, chain.num_forked = (may_fork and self._fork(chain, numbers[-1] if numbers else chain.salt)) or (None, 0)
+        sources = [None if source is None else self._source_of(index, source) for index in self.kinds]
+        if source is not None and None in sources:
+            source, chain.num_forked, sources = None, 0, [None] * len(sources)
+        more = tuple(index.match(numbers, each) for index, each in zip(self.kinds, sources, strict=True))
+        arrays = np.array(blocks, np.int32), np.array(places, np.int32)
+        return PrefixMatch(*arrays, source, chain.num_forked, more)
+
+    def _source_of(self, index: KindIndex, block: int) -> int | None:
+        """A kind's block with the tokens of block `block` of kind 0; None if it has none."""
+        entry = self._device.entries.get(block)
+        return index.tails.get(block) if entry is None else index.blocks.get(entry[3])
 
     def _fork(self, chain: BlockChain, last: Before) -> tuple[int, int] | None:
         """The block after `last` with the longest match, and its length; None if it is too short."""
@@ -238,10 +267,16 @@ class PrefixCache:
         """
         if chain.is_cut or not tokens:
             return None
-        return self.partial_blocks.add_tail(block, chain.last, tokens)
+        gone = self.partial_blocks.add_tail(block, chain.last, tokens)
+        for index in self.kinds:
+            for tail in gone or ():
+                index.drop_tail(tail)
+        return gone
 
     def drop_tail(self, block: int) -> bool:
         """Removes `block` if it is a tail. Returns whether it was one."""
+        for index in self.kinds:
+            index.drop_tail(block)
         return self.partial_blocks.drop_tail(block)
 
     def drop(self, chain: BlockChain) -> None:
@@ -255,7 +290,16 @@ class PrefixCache:
     def forget(self, block: int) -> None:
         """Removes device block `block`, whose contents are lost."""
         if not self.drop_tail(block):
-            self._pop(block)
+            entry = self._pop(block)
+            if self.kinds:
+                self._forget_number(entry, self._host)
+
+    def _forget_number(self, entry: _Entry, other: _Tier) -> None:
+        """Tells the other kinds that an entry was removed, unless the other tier has it, too."""
+        block = other.blocks.get(entry[0])
+        if block is None or other.entries[block][3] != entry[3]:
+            for index in self.kinds:
+                index.forget_number(entry[3])
 
     def _pop(self, block: int) -> _Entry:
         entry = self._device.pop(block)
@@ -283,14 +327,18 @@ class PrefixCache:
         entry = self._pop(block)
         displaced = self._host.blocks.get(entry[0])
         if displaced is not None:
-            self._host.pop(displaced)
+            gone = self._host.pop(displaced)
+            if self.kinds and gone[3] != entry[3]:
+                self._forget_number(gone, self._device)
         self._host.put(place, entry)
         return displaced
 
     def forget_on_host(self, place: int) -> None:
         """Removes host block `place`, if it is known."""
         if place in self._host.entries:
-            self._host.pop(place)
+            entry = self._host.pop(place)
+            if self.kinds:
+                self._forget_number(entry, self._device)
 
     def clear(self) -> None:
         """Removes all blocks, and all announcements of `begin`."""
@@ -298,6 +346,8 @@ class PrefixCache:
         self._host.clear()
         self.partial_blocks.clear()
         self._computing.clear()
+        for index in self.kinds:
+            index.clear()
 
     def known_blocks(self) -> list[tuple[int, Before, int]]:
         """Each full block on the device, its predecessor (a number, or the salt of a first block) and its number."""
@@ -322,6 +372,8 @@ class PrefixCache:
         )
         assert whole.keys().isdisjoint(self.partial_blocks.tails), "a block is known whole and as a tail"
         assert len(self.partial_blocks.tails) <= self.partial_blocks.most_tails, "there are too many tails"
+        for index in self.kinds:
+            index.check(set(keys), set(self.partial_blocks.tails))
 
     def _check_tier(self, tier: _Tier, keys: dict[int, bytes]) -> None:
         assert len(tier.blocks) == len(tier.entries), "a block has no key, or a key has no block"

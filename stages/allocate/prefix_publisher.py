@@ -6,12 +6,14 @@ Columnar: a step in which no block is filled costs a few numpy operations.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..messages import Indices, Ints, Started, StepDone, StepPlan
+from ..messages import Bools, Indices, Ints, Started, StepDone, StepPlan
 from .block_pool import BlockPool, BlockTables
+from .kind_index import KindIndex
 from .plan_in_hand import PlanInHand
 from .prefix_cache import BlockChain, PrefixCache, PrefixMatch
 
@@ -25,6 +27,47 @@ class _Prefill:
 
     step: int
     rows: list[tuple[int, BlockChain, int]]  # (slot, chain, position after the last token)
+
+
+@dataclass(slots=True, eq=False)
+class PublishedKind:
+    """A kind of memory beside kind 0: its cached blocks, and the tables of running sequences.
+
+    The table of a window keeps the ids of blocks that the window has passed. They stay quarantined until the step that
+    was granted with their passing is done, and so are published as if they were still held.
+    """
+
+    index: KindIndex
+    tables: BlockTables
+    firsts: Ints  # [S] place of the first block that the slot holds, as the tables' owner keeps it
+    window: int | None
+    listener: KindListener
+
+    def first_held(self, num_tokens: int) -> int:
+        """The place of the first block that a sequence of so many tokens holds."""
+        return 0 if self.window is None else max(0, num_tokens - self.window + 1) // self.tables.block_size
+
+    def put(self, slot: int, place: int, chain: BlockChain) -> None:
+        """Adds the block at `place`, the last one added to `chain`."""
+        if not chain.is_cut:
+            assert isinstance(chain.last, int), "a chain without blocks has none of another kind"
+            self.index.put(chain.last, int(self.tables.blocks[slot, place]))
+
+
+@dataclass(slots=True, eq=False)
+class KindListener:
+    """Listens to the evictions of one kind's pool."""
+
+    cache: PrefixCache
+    pool: BlockPool  # of kind 0
+    index: KindIndex
+
+    def forget_blocks(self, blocks: list[int], hand: PlanInHand | None) -> None:
+        """The pool evicted these blocks: a tail without one of them cannot be copied any more."""
+        for block in blocks:
+            tail = self.index.evict(block)
+            if tail is not None and self.cache.drop_tail(tail):
+                self.pool.forget(tail)
 
 
 class PrefixPublisher:
@@ -55,7 +98,22 @@ class PrefixPublisher:
         self._unread: list[StepDone] = []
         self._num_unread = 0  # rows in them
         self._most_unread = 0  # tokens of one sequence in them; at most B
+        self.kinds: list[PublishedKind] = []  # from kind 1 on
+        self._num_begun = np.zeros(num_slots, np.int32)  # [S] tokens with which it started; set where there are kinds
         cache.partial_blocks.most_tails = max(1, pool.num_blocks // BLOCKS_PER_TAIL)
+
+    def add_kind(
+        self, window: int | None, pool: BlockPool, tables: BlockTables, firsts: Ints, host_pool: BlockPool | None = None
+    ) -> None:
+        """Adds a kind, the next one from 1 on: the arguments are as in `PublishedKind`.
+
+        Listens to the evictions of its pool.
+        """
+        index = KindIndex(window, tables.block_size, pool, host_pool)
+        listener = KindListener(self.cache, self._pool, index)
+        pool.subscribe(listener.forget_blocks)
+        self.kinds.append(PublishedKind(index, tables, firsts, window, listener))
+        self.cache.kinds = [*self.cache.kinds, index]
 
     # -- a sequence
 
@@ -145,6 +203,7 @@ class PrefixPublisher:
         for row, (_, chain, end) in zip(rows, prefill, strict=True):
             if starts[row] == found[row]:
                 self.cache.note_hits(chain)
+                self._num_begun[slots[row]] = starts[row]
             self.cache.begin(chain, end)
         if prefill:
             self._prefills.append(_Prefill(step, prefill))
@@ -157,7 +216,11 @@ class PrefixPublisher:
                 continue
             for slot, chain, end in prefill.rows:
                 if self._chains[slot] is chain:
-                    self._put_known(slot, chain, min(end // self._tables.block_size, chain.num_known))
+                    num_full = min(end // self._tables.block_size, chain.num_known)
+                    if self.kinds:
+                        self._put_prefilled(slot, chain, num_full)
+                    else:
+                        self._put_known(slot, chain, num_full)
                     if end == self._num_known[slot]:
                         self._num_completed[slot] = end
                         self._put_tail(slot, chain)
@@ -207,14 +270,35 @@ class PrefixPublisher:
                 assert place == chain.num_blocks, f"block {chain.num_blocks} of slot {slot} was passed over"
                 if put(chain, block, contents[begin:end]):
                     new.append(block)
+                for kind in self.kinds:
+                    if place >= kind.firsts[slot]:
+                        kind.put(slot, place, chain)
             begin = end
         self._pool.keep(np.array(new, np.int32))
 
     def _put_known(self, slot: int, chain: BlockChain, num_full: int) -> None:
         """Publishes up to `num_full` complete blocks whose tokens the sequence started with."""
+        if self.kinds:
+            return self._put_known_of_kinds(slot, chain, num_full, [int(kind.firsts[slot]) for kind in self.kinds])
         blocks = self._tables.blocks[slot, chain.num_blocks : num_full]
         is_new = [self._put(chain, block) for block in blocks.tolist()]
         self._pool.keep(blocks[is_new])
+
+    def _put_prefilled(self, slot: int, chain: BlockChain, num_full: int) -> None:
+        """The same for blocks of several kinds that a step has just computed. Windows may have passed them since."""
+        begun = int(self._num_begun[slot])
+        self._put_known_of_kinds(slot, chain, num_full, [kind.first_held(begun) for kind in self.kinds])
+
+    def _put_known_of_kinds(self, slot: int, chain: BlockChain, num_full: int, firsts: Sequence[int]) -> None:
+        """The same, with the blocks of each further kind from its place in `firsts` on."""
+        blocks = self._tables.blocks[slot, chain.num_blocks : num_full]
+        for block in blocks.tolist():
+            place = chain.num_blocks
+            if self._put(chain, block):
+                self._pool.keep(np.array([block], np.int32))
+            for kind, first in zip(self.kinds, firsts, strict=True):
+                if place >= first:
+                    kind.put(slot, place, chain)
 
     def _put(self, chain: BlockChain, block: int, tokens: bytes | None = None) -> bool:
         cache = self.cache
@@ -233,6 +317,8 @@ class PrefixPublisher:
         gone = self.cache.put_tail(chain, block, tokens)
         if gone is not None:
             self._pool.keep(np.array([block], np.int32))
+            for kind in self.kinds:
+                kind.index.put_tail(block, int(kind.tables.blocks[slot, place]))
             for other in gone:
                 if other != block:
                     self._pool.forget(other)
@@ -240,6 +326,18 @@ class PrefixPublisher:
     def check(self) -> None:
         """Raises AssertionError unless the pool keeps exactly the blocks in the cache (I11)."""
         assert self._pool.kept() == self.cache.blocks(), "the pool keeps other blocks than the cache holds"
+
+    def is_passed(self, kind: PublishedKind, slots: Indices, places: Indices) -> Bools:
+        """[B] whether no start of a sequence is expected behind these blocks, which a window is passing.
+
+        Starts are expected at the end of a prompt, and where a sequence found the blocks of another.
+        """
+        size, seen = self._tables.block_size, kind.index.num_seen
+        assert seen is not None, "only a window passes blocks"
+        is_expected = np.zeros(len(slots), np.bool_)
+        for num_tokens in (self._num_prompt[slots], self._num_begun[slots]):  # the last token is always computed
+            is_expected |= (places < num_tokens // size) & (places >= (num_tokens - 1) // size - seen)
+        return ~is_expected
 
     def _chain(self, slot: int) -> BlockChain:
         chain = self._chains[slot]

@@ -154,7 +154,7 @@ class SlotBlocks:
             found = self.publisher.find(slot, may_wait=not num_swapped, may_fork=may_fork)
         if found is None:
             return None
-        shared, places, source, num_forked = found
+        shared, places, source, num_forked, _ = found
         num_found = (len(shared) + len(places)) * self.pool.block_size + num_forked
         if num_swapped > num_found:
             assert self.host is not None

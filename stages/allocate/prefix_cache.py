@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..messages import Ints
+from .key_changes import KeyChanges
 from .kind_index import KindIndex, KindMatch, num_usable
 from .offload_policy import is_sampled
 from .partial_blocks import TOKEN_BYTES, Before, PartialBlocks
@@ -46,6 +47,7 @@ class _Tier:
     def __init__(self) -> None:
         self.entries: dict[int, _Entry] = {}  # by block
         self.blocks: dict[bytes, int] = {}  # by key
+        self.changes: KeyChanges | None = None  # told of each key that comes or goes
 
     def find(self, key: bytes, before: Before, tokens: bytes) -> tuple[int, int] | None:
         """The block with that key and its number, if its tokens and its predecessor are identical."""
@@ -57,13 +59,19 @@ class _Tier:
 
     def put(self, block: int, entry: _Entry) -> None:
         self.entries[block], self.blocks[entry[0]] = entry, block
+        if self.changes is not None:
+            self.changes.add(entry[0])
 
     def pop(self, block: int) -> _Entry:
         entry = self.entries.pop(block)
         del self.blocks[entry[0]]
+        if self.changes is not None:
+            self.changes.remove((entry[0],))
         return entry
 
     def clear(self) -> None:
+        if self.changes is not None:
+            self.changes.remove(self.blocks)
         self.entries.clear()
         self.blocks.clear()
 
@@ -284,6 +292,21 @@ class PrefixCache:
         for place in range(chain.num_blocks, chain.num_computing):
             self._end_computing(chain, self._key(chain, place))
         chain.num_computing = 0
+
+    # -- for routers
+
+    def watch_keys(self) -> KeyChanges:
+        """Collects the keys that come and go from now on. Call it while the cache is empty, and once."""
+        assert not self._device.blocks and not self._host.blocks, "keys would be missing"
+        self._device.changes = self._host.changes = changes = KeyChanges()
+        return changes
+
+    def keys_of(self, token_ids: Ints, salt: str = "", *, adapter: str = "") -> list[bytes]:
+        """The keys of the full blocks of a prompt."""
+        chain = self.chain(0, token_ids, salt, adapter=adapter)
+        if chain.num_known:
+            self._key(chain, chain.num_known - 1)
+        return chain.keys[1:]
 
     # -- removing
 

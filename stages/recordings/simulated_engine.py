@@ -16,12 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...runtime.simulation.manual_env import run_at_once
+from ..allocate.key_changes import KeyChanges, KeyDelta
 from ..errors import Overloaded
 from ..intake.stage import Intake
 from ..messages import AdapterRef, Indices, Prompt, Request, StepDone, StepPlan, TokenRequest
 from ..params import SamplingParams
 from ..request_limits import RequestLimits
+from ..routing.engine_load import EngineLoad
 from ..schedule.policy import Policy
+from ..schedule.step_timing.step_time_model import StepTimeCosts
+from ..schedule.work_left import WorkLeft
 from .cost_model import CostModel
 from .format import RecordedEngine
 from .repetition import Repetition
@@ -76,7 +80,10 @@ class SimulatedEngine:
         drafter = SimulatedDrafter(self._repeats, engine.most_drafts) if engine.most_drafts else None
         self.core = ReplayedCore(engine, policy, drafter=drafter)
         self.outcomes: dict[int, RequestOutcome] = {}  # by the request's number, in order of arrival
-        self._front_s = model.front_s
+        self.num_expected = 0  # requests so far
+        self._model = model
+        self._key_changes: KeyChanges | None = None
+        self._ended: list[int] = []
         self._intake = Intake(
             RequestLimits(VOCAB_SIZE, engine.max_model_len),
             admission.max_admitted_requests,
@@ -97,7 +104,8 @@ class SimulatedEngine:
 
     def expect(self, number: int, request: WorkloadRequest) -> None:
         """The request will arrive: not before those expected earlier, nor before the time reached."""
-        self._upcoming.append((request.arrival_s + self._front_s, number, request))
+        self.num_expected += 1
+        self._upcoming.append((request.arrival_s + self._model.front_s, number, request))
 
     @property
     def next_event_s(self) -> float:
@@ -121,6 +129,42 @@ class SimulatedEngine:
             while upcoming and upcoming[0][0] <= now_s:
                 self._arrive(*upcoming.popleft()[1:])
             self._turn(batch)
+
+    # -- for a router
+
+    def watch_keys(self) -> None:
+        """Collects the keys of cached blocks for `take_keys`. Call it before anything is expected."""
+        if self.core.allocate.allocator.cache is not None:
+            self._key_changes = self.core.allocate.allocator.cache.watch_keys()
+
+    def take_keys(self) -> KeyDelta:
+        """The keys of cached blocks that came and went since the last call."""
+        return KeyDelta([], []) if self._key_changes is None else self._key_changes.take()
+
+    def load(self) -> EngineLoad:
+        """The report of an engine, with the costs of its model and all that it was told to expect."""
+        scheduler, pool, model = self.core.schedule.scheduler, self.core.allocate.allocator.pool, self._model
+        costs = StepTimeCosts(
+            model.step_s, model.prefill_token_s, model.prefill_pair_s, model.decode_row_s, model.decode_context_s
+        )
+        left, budget = WorkLeft.of(scheduler), scheduler.limits.max_num_batched_tokens
+        return EngineLoad(
+            self.num_expected,
+            left.prompt_s(costs, budget),
+            left.num_rows,
+            left.num_waiting,
+            left.context_tokens,
+            left.waiting_tokens,
+            pool.num_blocks * pool.block_size,
+            scheduler.limits.max_num_seqs,
+            budget,
+            costs,
+        )
+
+    def take_ended(self) -> list[int]:
+        """The requests that have ended since the last call, by number."""
+        ended, self._ended = self._ended, []
+        return ended
 
     # -- the loop of the stages
 
@@ -167,6 +211,7 @@ class SimulatedEngine:
         run_at_once(self._intake.handle((request,), out))
         for _, error in out.refused:
             outcome.how = "turned away" if isinstance(error, Overloaded) else "too long"
+            self._ended.append(number)
         for request in out.passed:
             args = (request.request_id, 0, tokens, params, number, request.priority, request.arrival_s)
             self._tokenized.append(TokenRequest(*args, request.cache_salt, adapter=request.adapter))
@@ -177,6 +222,7 @@ class SimulatedEngine:
         outcome = self.outcomes[number]
         if outcome.how == "unfinished":
             outcome.how, outcome.end_s = "left", now_s
+            self._ended.append(number)
             self.core.lane.post(number, "cancel")
             self._tokenized = deque(each for each in self._tokenized if each.first_sequence_id != number)
             self._intake.admission.release(str(number), now_s, is_served=False)
@@ -215,6 +261,7 @@ class SimulatedEngine:
         outcome = self.outcomes[number]
         if outcome.how == "unfinished":
             outcome.how, outcome.end_s, outcome.num_tokens = "finished", now_s, num_tokens
+            self._ended.append(number)
             self._intake.admission.release(str(number), now_s, is_served=True)
 
     # -- results

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 PERCENTILES = (50, 90, 99)
+SUMS = (  # fields of several engines that add up
+    *("num_steps", "busy_s", "num_preemptions", "num_recomputed_tokens", "num_queries", "num_hits"),
+    *("num_draft_tokens", "num_accepted_tokens"),
+)
 
 
 @dataclass(slots=True)
@@ -77,3 +82,16 @@ class SimulationResult:
             "accepted_tokens": self.num_accepted_tokens,
             "num_steps": self.num_steps,
         }
+
+
+def merged(results: Sequence[SimulationResult]) -> SimulationResult:
+    """The results of several engines as one, in their order."""
+    outcomes = [outcome for result in results for outcome in result.outcomes]
+    ends_s = [outcome.end_s for outcome in outcomes if outcome.end_s is not None]
+    began_s = min((outcome.arrival_s for outcome in outcomes), default=0.0)
+    whole = SimulationResult(outcomes, np.concatenate([result.itl_s for result in results]))
+    whole.duration_s = max(ends_s, default=began_s) - began_s
+    whole.most_rows = max(result.most_rows for result in results)
+    for name in SUMS:
+        setattr(whole, name, sum(getattr(result, name) for result in results))
+    return whole

@@ -1,0 +1,64 @@
+"""What an engine reports of its work, and what a router knows of the engine by that."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from ...runtime.message import message
+from ..schedule.step_timing.step_time_model import StepTimeCosts
+
+
+@message
+class EngineLoad:
+    """The work in an engine, as it reports it from time to time."""
+
+    seen: int  # requests of this router that the figures below count, of all that it has sent to this engine
+    prompt_s: float  # seconds to compute the prompts that wait, and what is left of those begun
+    num_rows: int  # sequences that run
+    num_waiting: int  # sequences that wait
+    context_tokens: int  # of the sequences that run
+    waiting_tokens: int  # of those that wait
+    capacity_tokens: int  # that the KV cache holds
+    max_rows: int  # sequences that may run at once
+    token_budget: int  # of a step
+    costs: StepTimeCosts
+
+
+class _SentRequest(NamedTuple):
+    number: int  # of the request, among those sent to the engine
+    prompt_s: float
+    num_tokens: int
+    num_rows: int
+
+
+class EngineView:
+    """An engine as a router sees it: the last report, and what was sent since."""
+
+    def __init__(self, engine: int) -> None:
+        self.engine = engine  # its number
+        self.load: EngineLoad | None = None  # None: it has not reported
+        self.num_sent = 0
+        self.prompt_s_since = 0.0  # this and the next two: of requests sent that the report does not count
+        self.tokens_since = 0
+        self.rows_since = 0
+        self._since: deque[_SentRequest] = deque()
+
+    def note_sent(self, prompt_s: float, num_tokens: int, num_rows: int = 1) -> None:
+        """A request was sent to the engine: seconds to compute its prompt, its tokens and its choices."""
+        self.num_sent += 1
+        self._since.append(_SentRequest(self.num_sent, prompt_s, num_tokens, num_rows))
+        self._count(self._since[-1], 1)
+
+    def note_load(self, load: EngineLoad) -> None:
+        """The engine has reported."""
+        self.load = load
+        while self._since and self._since[0].number <= load.seen:
+            self._count(self._since.popleft(), -1)
+        if not self._since:
+            self.prompt_s_since = 0.0  # the sum of what was rounded
+
+    def _count(self, sent: _SentRequest, sign: int) -> None:
+        self.prompt_s_since += sign * sent.prompt_s
+        self.tokens_since += sign * sent.num_tokens
+        self.rows_since += sign * sent.num_rows

@@ -1,0 +1,92 @@
+"""Rules by which a router chooses an engine: ours, and those it is measured against."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from .engine_load import EngineView
+from .score import RequestFacts, score_s
+
+CLOSE = 1.05  # scores that differ by less than this factor, or by less than the next, are equal
+CLOSE_S = 0.005
+STICKY = 1.25  # the engine of a sticky key is kept while its score is at most this times the best, and the next
+STICKY_S = 0.05
+
+
+class RoutingPolicy(Protocol):
+    """Chooses one of the engines."""
+
+    def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
+        """The number of an engine among `views`, at least one. `cached`: tokens of the prompt that each has."""
+        ...
+
+
+class ScoredRouting:
+    """The engine with the least score. Among equal ones a hash of the sticky key decides: all routers decide alike."""
+
+    def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
+        scores = {view.engine: score_s(view, facts, cached.get(view.engine, 0)) for view in views}
+        best_s = min(scores.values())
+        if facts.sticky_key:
+            home = max(scores, key=lambda engine: _weight(facts.sticky_key, engine))
+            if scores[home] <= STICKY * best_s + STICKY_S:
+                return home
+        close_s = max(CLOSE * best_s, best_s + CLOSE_S)
+        close = [engine for engine, score in scores.items() if score <= close_s]
+        if len(close) == 1:
+            return close[0]
+        return min(close, key=lambda engine: (-cached.get(engine, 0), scores[engine], engine))
+
+
+class LeastWork:
+    """The engine with the fewest tokens, of prompts and answers, in its requests: what is cached is not asked."""
+
+    DECODE_COST = 4  # of a token of an answer, in tokens of a prompt
+
+    def __init__(self) -> None:
+        self.work: dict[int, float] = {}  # by engine; the owner adds and takes away
+
+    def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
+        return min((view.engine for view in views), key=lambda engine: (self.work.get(engine, 0.0), engine))
+
+    def work_of(self, facts: RequestFacts) -> float:
+        """What a request counts."""
+        return facts.num_prompt + self.DECODE_COST * facts.num_answer * facts.num_choices
+
+
+class RoundRobin:
+    """One engine after the other."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
+        engines = sorted(view.engine for view in views)
+        self._last = next((engine for engine in engines if engine > self._last), engines[0])
+        return self._last
+
+
+class PrefixOnly:
+    """The engine with most of the prompt in its cache, whatever its load; of equals that with the fewest requests."""
+
+    def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
+        def rank(view: EngineView) -> tuple[int, int, int]:
+            running = 0 if view.load is None else view.load.num_rows + view.load.num_waiting
+            return -cached.get(view.engine, 0), running + view.rows_since, view.engine
+
+        return min(views, key=rank).engine
+
+
+POLICIES: Mapping[str, Callable[[], RoutingPolicy]] = {
+    "millrace": ScoredRouting,
+    "least-work": LeastWork,
+    "round-robin": RoundRobin,
+    "prefix-only": PrefixOnly,
+}
+
+
+def _weight(key: bytes, engine: int) -> bytes:
+    """Rendezvous hashing: of all engines the one of the largest weight is the key's home."""
+    return hashlib.blake2b(key, digest_size=8, key=engine.to_bytes(4, "little")).digest()

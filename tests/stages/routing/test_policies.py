@@ -1,0 +1,108 @@
+"""The choice of an engine: by seconds, and the rules it is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from millrace.stages.routing.engine_load import EngineLoad, EngineView
+from millrace.stages.routing.policies import POLICIES, LeastWork, PrefixOnly, RoundRobin, ScoredRouting
+from millrace.stages.routing.score import RequestFacts, prompt_s, score_s
+from millrace.stages.schedule.step_timing.step_time_model import StepTimeCosts
+
+COSTS = StepTimeCosts(0.01, 1e-4, 1e-9, 1e-4, 1e-8)
+IDLE: dict[str, Any] = {
+    "seen": 0,
+    "prompt_s": 0.0,
+    "num_rows": 0,
+    "num_waiting": 0,
+    "context_tokens": 0,
+    "waiting_tokens": 0,
+    "capacity_tokens": 100_000,
+    "max_rows": 64,
+    "token_budget": 2048,
+    "costs": COSTS,
+}
+ASKED = RequestFacts(4000, 100.0)
+
+
+def views(*loads: dict[str, Any]) -> list[EngineView]:
+    made = [EngineView(engine) for engine in range(len(loads))]
+    for view, load in zip(made, loads, strict=True):
+        view.note_load(EngineLoad(**{**IDLE, **load}))
+    return made
+
+
+def best(of: Sequence[EngineView], cached: dict[int, int], facts: RequestFacts = ASKED) -> int:
+    return ScoredRouting().choose(facts, of, cached)
+
+
+def test_a_cached_prefix_wins_while_the_wait_for_it_is_shorter_than_computing_it():
+    computing_s = prompt_s(COSTS, 4000, 0, 2048)
+    assert best(views({}, {"prompt_s": 0.5 * computing_s}), {1: 3900}) == 1
+    assert best(views({}, {"prompt_s": 1.5 * computing_s}), {1: 3900}) == 0
+
+
+@pytest.mark.parametrize(
+    ("busier", "why"),
+    [
+        ({"prompt_s": 1.0}, "prompts wait"),
+        ({"num_rows": 60, "context_tokens": 60_000}, "its rows make steps longer, and lose by one more"),
+        ({"num_rows": 64}, "no slot is free"),
+        ({"context_tokens": 99_000, "num_rows": 1}, "no memory is free"),
+        ({"num_waiting": 70, "waiting_tokens": 9000}, "others wait before it"),
+    ],
+)
+def test_each_kind_of_load_sends_a_request_to_the_other_engine(busier: dict[str, Any], why: str):
+    assert best(views(busier, {}), {}) == 1, why
+    assert best(views({}, busier), {}) == 0, why
+
+
+def test_what_was_sent_since_the_report_counts_until_a_report_has_seen_it():
+    view = views({})[0]
+    alone_s = score_s(view, ASKED, 0)
+    view.note_sent(0.5, 4000)
+    view.note_sent(0.25, 10)
+    assert score_s(view, ASKED, 0) > alone_s + 0.7
+    view.note_load(EngineLoad(**{**IDLE, "seen": 1}))
+    assert view.prompt_s_since == 0.25 and view.tokens_since == 10 and view.rows_since == 1
+    view.note_load(EngineLoad(**{**IDLE, "seen": 2}))
+    assert score_s(view, ASKED, 0) == alone_s
+
+
+def test_an_engine_that_has_not_reported_is_judged_by_what_was_sent_to_it():
+    unheard = [EngineView(0), EngineView(1)]
+    unheard[0].note_sent(0.0, 100)
+    assert best(unheard, {}) == 1
+
+
+def test_a_sticky_key_stays_at_its_engine_unless_another_is_much_better():
+    facts = replace(ASKED, sticky_key=b"session")
+    home = best(views({}, {}, {}), {}, facts)
+    assert {best(views(*[{"prompt_s": 0.1 * (engine == home)} for engine in range(3)]), {}, facts)} == {home}
+    assert best(views(*[{"prompt_s": 9.0 * (engine == home)} for engine in range(3)]), {}, facts) != home
+
+
+def test_sticky_keys_spread_over_engines_and_few_move_when_one_comes():
+    def homes(count: int) -> list[int]:
+        facts = [replace(ASKED, sticky_key=str(i).encode()) for i in range(600)]
+        return [best(views(*[{}] * count), {}, one) for one in facts]
+
+    before, after = homes(3), homes(4)
+    assert min(before.count(engine) for engine in range(3)) > 150
+    moved = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert set(moved) == {3} and 100 < len(moved) < 200
+
+
+def test_the_rules_it_is_measured_against_choose_as_they_are_named():
+    three = views({"num_rows": 5}, {}, {})
+    assert PrefixOnly().choose(ASKED, three, {0: 16}) == 0 and PrefixOnly().choose(ASKED, three, {}) == 1
+    turns = RoundRobin()
+    assert [turns.choose(ASKED, three, {}) for _ in range(4)] == [0, 1, 2, 0]
+    least = LeastWork()
+    least.work.update({0: 5.0, 1: 2.0})
+    assert least.choose(ASKED, three, {}) == 2
+    assert all(policy().choose(ASKED, three[:1], {}) == 0 for policy in POLICIES.values())

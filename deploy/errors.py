@@ -6,13 +6,22 @@ The client never sees internal details: an unexpected error is described by the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..runtime.env.log import get_logger
 from ..runtime.pipeline import Busy, Health, NotServing
 from ..runtime.workers.thread_start import ThreadNotStarted
-from ..stages.errors import OutOfResources, Overloaded, RequestError, TimedOut, Unavailable
+from ..stages.errors import (
+    ErrorText,
+    OutOfResources,
+    Overloaded,
+    RequestError,
+    TimedOut,
+    Unavailable,
+    error_text,
+    field_text,
+)
 
 MAX_MESSAGE_CHARS = 512
 
@@ -74,12 +83,15 @@ CODES: dict[str, tuple[int, str]] = {
 
 
 class ApiError(Exception):
-    """An error for the client. `code` is a key of `CODES`, unless `status` and `type` are given with it."""
+    """An error for the client. `code` is a key of `CODES`, unless `status` and `type` are given with it.
+
+    `param` is the field at fault; if it is left out, the one that the message begins with.
+    """
 
     def __init__(
         self,
         code: str,
-        message: str,
+        message: str | ErrorText,
         *,
         param: str | None = None,
         status: int | None = None,
@@ -88,16 +100,30 @@ class ApiError(Exception):
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(str(message))
         known_status, known_type = CODES.get(code, (500, "InternalServerError"))
         self.code = code
-        self.message = shorten(message, MAX_MESSAGE_CHARS)
-        self.param = param
+        self.text = error_text(message)
+        self.message = shorten(str(message), MAX_MESSAGE_CHARS)
+        self.param = self.text.field if param is None else param
         self.status = known_status if status is None else status
         self.type = known_type if type is None else type
         self.details = details
         self.retry_after_s = retry_after_s
         self._headers = dict(headers or {})
+
+    def named(self, name_of: Callable[[str], str]) -> ApiError:
+        """The same error with the names of fields that an API has for them."""
+        return ApiError(
+            self.code,
+            self.text.named(name_of),
+            param=None if self.param is None else name_of(self.param),
+            status=self.status,
+            type=self.type,
+            details=self.details,
+            retry_after_s=self.retry_after_s,
+            headers=self._headers,
+        )
 
     @property
     def headers(self) -> dict[str, str]:
@@ -163,10 +189,15 @@ def unforeseen(request_id: str) -> ApiError:
     return ApiError("internal_error", f"internal error; see request id {request_id} in the server's log")
 
 
+def wrong_field(name: str, problem: str, shown: str | None = None, code: str = "invalid_value") -> ApiError:
+    """The error `name: problem`, or `name = shown: problem`; an API with another name of the field says that."""
+    return ApiError(code, field_text(name, problem, shown))
+
+
 def shorten(text: str, limit: int) -> str:
     """`text`, cut to `limit` characters with an ellipsis."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _of(error: RequestError, **more: Any) -> ApiError:
-    return ApiError(error.code, error.message, param=error.param, status=error.status, type=error.type, **more)
+    return ApiError(error.code, error.text, param=error.param, status=error.status, type=error.type, **more)

@@ -46,6 +46,8 @@ class HubUnreachable(DownloadError):
 class TemplateError(ModelError):
     """A chat template is missing or invalid, rejects the messages, or exceeds its limits."""
 
-    def __init__(self, message: str, param: str = "messages") -> None:
-        super().__init__(message)
+    def __init__(self, problem: str, param: str = "messages", field: str = "") -> None:
+        super().__init__(field + problem)
         self.param = param  # the field of a request that the error is about
+        self.field = field  # the path of a field that the text begins with, apart from the `problem` behind it
+        self.problem = problem

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from ..kernels.layout import sampling_fields
 from ..kernels.layout.sampling_fields import FIELDS, RANGED, Kind
-from .errors import Refused
+from .errors import ErrorText, Refused, error_text, field_text
 from .structured_outputs import StructuredOutputs
 
 MAX_N = sampling_fields.MAX_N
@@ -87,17 +87,16 @@ class SamplingParams:
             if value is not None or name not in _MAY_BE_NONE:
                 _whole(name, value, least, self.most_logprobs if name.endswith("logprobs") else most)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+            right = ErrorText(("at most ", "max_tokens", f", which is {self.max_tokens}"))
+            _refuse("min_tokens", self.min_tokens, right)
         self._check_numbers()
         self._check_stops()
         self._check_bias()
         self._check_limits()
         form = self.structured_outputs
         if self.thinking_budget is not None and form is not None and form.after is None:
-            message = (
-                "thinking_budget: must not be set with structured_outputs that have no thoughts before; leave one out"
-            )
-            raise Refused(message, param="thinking_budget")
+            problem = "must not be set with structured_outputs that have no thoughts before; leave one out"
+            raise Refused(field_text("thinking_budget", problem))
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
         if self.truncation_side not in ("left", "right"):
@@ -163,10 +162,11 @@ def _number(name: str, value: Any, least: float, most: float) -> None:
         _refuse(name, value, f"a number from {least:g} to {most:g}")
 
 
-def _refuse(name: str, value: Any, right: str) -> None:
+def _refuse(name: str, value: Any, right: str | ErrorText) -> None:
     shown = repr(value)
     shown = shown if len(shown) <= 64 else shown[:61] + "..."
-    raise Refused(f"{name} = {shown}: must be {right}", param=name)
+    first, *others = error_text(right).pieces
+    raise Refused(field_text(name, ErrorText((f"must be {first}", *others)), shown))
 
 
 MAX_MARKER_TOKENS = 16
@@ -195,7 +195,7 @@ class ThinkingBudget:
 
 
 def _refuse_budget(problem: str) -> None:
-    raise Refused(f"thinking_budget: {problem}", param="thinking_budget")
+    raise Refused(field_text("thinking_budget", problem))
 
 
 def choice_seed(seed: int, choice: int) -> int:

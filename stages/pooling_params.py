@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..model.pooling import PoolingConfig, Role
 from ..model.sentence_files import POOLING_KINDS, PoolingKind
-from .errors import Refused
+from .errors import Refused, field_text
 
 Floats = NDArray[np.float32]
 Side = Literal["left", "right"]
@@ -52,11 +52,10 @@ class PoolingParams:
     def check(self, model: PoolingConfig) -> None:
         """Raises `Refused` if the model's embeddings cannot be truncated to `dimensions`, or if it lacks the prompt."""
         if self.dimensions is not None and not model.allows(self.dimensions):
-            message = f"dimensions = {self.dimensions}: {model.describe_dimensions()}"
-            raise Refused(message, param="dimensions")
+            raise Refused(field_text("dimensions", model.describe_dimensions(), str(self.dimensions)))
         if self.prompt_name is not None and self.prompt_name not in model.prompts:
             known = f"must be one of {', '.join(model.prompts)}" if model.prompts else "this model has no prompts"
-            raise Refused(f"prompt_name = {self.prompt_name[:64]!r}: {known}", param="prompt_name")
+            raise Refused(field_text("prompt_name", known, repr(self.prompt_name[:64])))
 
     def complete(self, model: PoolingConfig, num_skipped: int = 0) -> PoolingParams:
         """The params with the model's values for what they leave open."""
@@ -84,7 +83,6 @@ class PoolingParams:
 def no_instruction() -> Refused:
     """The error of an instruction to a model that reads none."""
     return Refused(
-        "instruction: this model reads none; leave it out, or put it before the query",
+        field_text("instruction", "this model reads none; leave it out, or put it before the query"),
         code="unsupported_parameter",
-        param="instruction",
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..model.pooling import PoolingConfig
-from .errors import Refused
+from .errors import ErrorText, Refused, field_text
 from .messages import ChatPrompt, Ints, Prompt, Request
 from .outputs import ModelInfo
 from .params import MAX_LOGPROBS, SamplingParams
@@ -43,7 +43,8 @@ def as_token_ids(values: Sequence[int] | Ints, param: str = "prompt") -> Ints:
     for at, value in enumerate(values):
         is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not is_whole or not 0 <= value < 2**31:
-            raise Refused(f"{param}[{at}] = {_short(value)}: a token id must be a whole number from 0", param=param)
+            text = f"[{at}] = {_short(value)}: a token id must be a whole number from 0"
+            raise Refused(ErrorText(("", param, text)))
     return np.asarray(values, np.int32)
 
 
@@ -68,7 +69,7 @@ class RequestLimits:
         params = request.params
         check_task(task_of(request), self.tasks)
         if not request.prompts:
-            raise Refused("prompt: is an empty list; send at least one prompt", code="empty_prompt", param="prompt")
+            raise Refused(field_text("prompt", "is an empty list; send at least one prompt"), code="empty_prompt")
         most = MAX_PROMPTS if request.pooling is None else MAX_INPUTS
         if len(request.prompts) > most:
             raise Refused(f"{len(request.prompts)} prompts in one request: at most {most}", param="prompt")
@@ -113,10 +114,11 @@ class RequestLimits:
             default = most if self.default_max_tokens is None else max(self.default_max_tokens, params.min_tokens)
             return replace(params, max_tokens=min(most, default))
         if num_prompt + params.max_tokens > limit:
-            raise self._too_long(
-                f"but the prompt has {num_prompt} and max_tokens = {params.max_tokens} asks for as many more: "
+            longest = (
+                f" = {params.max_tokens} asks for as many more: "
                 f"shorten the prompt, or ask for at most {limit - num_prompt}"
             )
+            raise self._too_long(f"but the prompt has {num_prompt} and ", "max_tokens", longest)
         return params
 
     def check_prompts(self, params: SamplingParams, num_tokens: int) -> None:
@@ -126,35 +128,36 @@ class RequestLimits:
         num_bytes = num_tokens * (params.prompt_logprobs + 1) * 8
         if num_bytes > MAX_LOGPROB_BYTES:
             k, most = params.prompt_logprobs, MAX_LOGPROB_BYTES // 8
-            message = f"prompt_logprobs = {k} of {num_tokens} prompt tokens: tokens x (k + 1) must be at most {most}"
-            raise Refused(f"{message}; ask for fewer, or send a shorter prompt", param="prompt_logprobs")
+            text = f" = {k} of {num_tokens} prompt tokens: tokens x (k + 1) must be at most {most}"
+            text = f"{text}; ask for fewer, or send a shorter prompt"
+            raise Refused(ErrorText(("", "prompt_logprobs", text)))
 
     def _check_logprobs(self, request: Request) -> None:
         """Raises `Refused` for more than `max_logprobs`, or if the longest answers' exceed `MAX_LOGPROB_BYTES`."""
         params = request.params
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.max_logprobs:
-                message = f"{name} = {getattr(params, name)}: this server allows at most {self.max_logprobs}"
-                raise Refused(message, param=name)
+                problem = f"this server allows at most {self.max_logprobs}"
+                raise Refused(field_text(name, problem, str(getattr(params, name))))
         if not params.logprobs or params.max_tokens is None:
             return
         most_tokens = MAX_LOGPROB_BYTES // (8 * (params.logprobs + 1))
         if request.num_sequences * params.max_tokens > most_tokens:
-            message = (
-                f"logprobs = {params.logprobs} of {request.num_sequences} answers of max_tokens = {params.max_tokens}:"
-                f" answers x max_tokens must be at most {most_tokens}; ask for fewer answers, tokens or logprobs"
-            )
-            raise Refused(message, param="logprobs")
+            begin = ("", "logprobs", f" = {params.logprobs} of {request.num_sequences} answers of ")
+            middle = ("max_tokens", f" = {params.max_tokens}: answers x ")
+            end = f" must be at most {most_tokens}; ask for fewer answers, tokens or logprobs"
+            raise Refused(ErrorText((*begin, *middle, "max_tokens", end)))
 
     def _check_ids(self, param: str, token_ids: Any) -> None:
         for token_id in token_ids:
             if token_id >= self.vocab_size:
-                raise Refused(f"{param} names token {token_id}: the vocabulary has {self.vocab_size}", param=param)
+                problem = f" names token {token_id}: the vocabulary has {self.vocab_size}"
+                raise Refused(ErrorText(("", param, problem)))
 
     def _check_pooling(self, request: Request) -> None:
         assert request.pooling is not None
         if request.params.n != 1:
-            raise Refused(f"n = {request.params.n}: a text has one embedding", param="n")
+            raise Refused(field_text("n", "a text has one embedding", str(request.params.n)))
         if self.pooling is not None:
             request.pooling.check(self.pooling)
 
@@ -163,7 +166,7 @@ class RequestLimits:
             self._check_token_ids(prompt.token_ids, request)
             return
         if prompt.chat is not None and not prompt.chat.messages:
-            raise Refused("messages: is empty; send at least one message", code="empty_prompt", param="messages")
+            raise Refused(field_text("messages", "is empty; send at least one message"), code="empty_prompt")
 
     def check_text(self, text: str, count_tokens: Callable[[str], int]) -> None:
         """Raises `Refused` for a text that cannot fit the context, without tokenizing all of it.
@@ -179,21 +182,22 @@ class RequestLimits:
             if num_tokens > 2 * self.max_model_len:
                 raise self._too_long(f"and the prompt, of {len(text)} characters, has more than that: shorten it")
 
-    def _too_long(self, problem: str) -> Refused:
-        """The error of a prompt that exceeds the context.
+    def _too_long(self, problem: str, *pieces: str) -> Refused:
+        """The error of a prompt that exceeds the context; `pieces` as in `ErrorText`, behind `problem`.
 
         NOTE: it begins as OpenAI's message does, since clients match it in order to shorten their prompts.
         """
-        message = f"this model's maximum context length is {self.max_model_len} tokens, {problem}"
-        return Refused(message, code="context_length_exceeded", param="prompt")
+        begin = f"this model's maximum context length is {self.max_model_len} tokens, {problem}"
+        return Refused(ErrorText((begin, *pieces)), code="context_length_exceeded", param="prompt")
 
     def _check_token_ids(self, token_ids: Ints, request: Request) -> None:
         if not len(token_ids):
-            raise Refused("prompt: has no token ids; send at least one", code="empty_prompt", param="prompt")
+            raise Refused(field_text("prompt", "has no token ids; send at least one"), code="empty_prompt")
         least, most = int(token_ids.min()), int(token_ids.max())
         if least < 0 or most >= self.vocab_size:
             wrong = least if least < 0 else most
-            raise Refused(f"prompt holds token id {wrong}: ids go from 0 to {self.vocab_size - 1}", param="prompt")
+            problem = f" holds token id {wrong}: ids go from 0 to {self.vocab_size - 1}"
+            raise Refused(ErrorText(("", "prompt", problem)))
         kept = self.truncate(request.params, token_ids) if request.pooling is None else token_ids
         if request.pooling is not None:
             kept = self.cut_ids(request.pooling, token_ids)

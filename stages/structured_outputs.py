@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from .errors import Refused
+from .errors import ErrorText, Refused
 
 MAX_GRAMMAR_BYTES = 64 * 1024  # of a schema, of a grammar, or of all choices together
 MAX_REGEX_BYTES = 1024
@@ -157,4 +157,4 @@ def _check_size(name: str, text: object, most: int) -> None:
 
 def _refuse(name: str, problem: str) -> NoReturn:
     field = f"structured_outputs.{name}" if name else "structured_outputs"
-    raise Refused(f"{field} {problem}", param="structured_outputs")
+    raise Refused(ErrorText(("", field, f" {problem}")), param="structured_outputs")

@@ -96,7 +96,7 @@ BELOW = {
     "deploy/api/parsers": "",
     "deploy/api": "deploy deploy/metrics deploy/api/parsers",
     "deploy/api/openai": "deploy deploy/http deploy/api deploy/api/schema deploy/api/parsers",
-    "deploy/api/adapter": "deploy deploy/api deploy/api/schema deploy/api/parsers deploy/api/openai",
+    "deploy/api/adapter": "deploy/api deploy/api/schema deploy/api/parsers deploy/api/openai",
     "deploy/api/responses": "deploy deploy/http deploy/api deploy/api/schema deploy/api/parsers deploy/api/openai "
     "deploy/api/adapter",
     "deploy/api/messages": "deploy deploy/http deploy/api deploy/api/schema deploy/api/parsers deploy/api/openai "

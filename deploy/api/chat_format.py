@@ -16,7 +16,7 @@ from ...runtime.env.log import get_logger
 from ...stages.params import SamplingParams, ThinkingBudget
 from ...stages.structured_outputs import ThinkingSection
 from ..config import ServerConfig
-from ..errors import ApiError
+from ..errors import wrong_field
 from .assistant_turn import AssistantTurn, ReasoningCounter
 from .parsers import registry
 from .parsers.interface import ReasoningParser, ToolParser
@@ -67,11 +67,11 @@ class ChatFormat:
         names = []
         if body.tool_names and not self.shows_tools(body.template_kwargs):
             if body.is_call_forced:
-                message = (
-                    "tool_choice: this model's chat template shows no tools, so that no call can be forced; "
+                problem = (
+                    "this model's chat template shows no tools, so that no call can be forced; "
                     "leave out tools, or start the server with --chat-template FILE"
                 )
-                raise ApiError("unsupported_parameter", message, param="tool_choice")
+                raise wrong_field("tool_choice", problem, code="unsupported_parameter")
             if not self._has_told_of_tools:
                 self._has_told_of_tools = True
                 log.warning("tools.ignored", reason="the chat template shows none")
@@ -141,8 +141,8 @@ class ChatFormat:
             return ToolCallFormat(JsonList, body.tool_names)
         if self.tool_parser is None or not self.has_auto_tools:
             flag = "--tool-call-parser" if self.tool_parser is None else "--enable-auto-tool-choice"
-            message = f"tool_choice = 'auto': disabled on this server (see {flag}); name a function or send 'required'"
-            raise ApiError("unsupported_parameter", message, param="tool_choice")
+            problem = f"disabled on this server (see {flag}); name a function or send 'required'"
+            raise wrong_field("tool_choice", problem, "'auto'", code="unsupported_parameter")
         return ToolCallFormat(self.tool_parser, body.tool_names)
 
     # -- reasoning
@@ -159,9 +159,8 @@ class ChatFormat:
         """The thinking budget; None if the prompt has closed the reasoning already."""
         markers = None if thoughts is None else thoughts.parser.markers
         if thoughts is None or markers is None:
-            name = body.client_name("thinking_budget")
-            message = f"{name}: this model does not mark its reasoning (see --reasoning-parser); leave it out"
-            raise ApiError("unsupported_parameter", message, param=name)
+            problem = "this model does not mark its reasoning (see --reasoning-parser); leave it out"
+            raise wrong_field(body.client_name("thinking_budget"), problem, code="unsupported_parameter")
         if thoughts.is_over:
             return None
         start, end = (tuple(self._tokenizer.encode(marker, add_special_tokens=False)) for marker in markers)
@@ -257,7 +256,7 @@ class Chat(Protocol):
     def continued_text(self) -> str | None:
         """The text that the answer continues; None if the answer is a new turn."""
 
-    def client_name(self, param: str | None) -> str | None:
+    def client_name(self, param: str) -> str:
         """The name that the client's API has for a field of `SamplingParams`."""
 
 

@@ -16,7 +16,7 @@ from ...runtime.pipeline import Health
 from ...runtime.startup.load_progress import LoadProgress, LoadState
 from ...stages.messages import AdapterRef
 from ..config import ServerConfig
-from ..errors import ApiError, not_serving, shorten
+from ..errors import ApiError, not_serving, shorten, wrong_field
 from ..metrics.watchdog import Watchdog
 from .chat_format import ChatFormat, check_parsers
 
@@ -145,13 +145,11 @@ class Service:
         if name is not None and name not in self.model_names and name.removesuffix(":latest") not in self.model_names:
             adapters = None if self.engine is None else self.engine.adapters
             if adapters is not None and name in adapters.registry:
-                message = f"model = {shorten(repr(name), 128)}: is a LoRA adapter, and adapters do not serve embeddings"
-                raise ApiError("model_not_found", message, param="model")
+                problem = "is a LoRA adapter, and adapters do not serve embeddings"
+                raise wrong_field("model", problem, shorten(repr(name), 128), code="model_not_found")
             near = "" if adapters is None else adapters.registry.near_misses(name)
-            message = (
-                f"model = {shorten(repr(name), 128)}: not served here{near}; GET /v1/models lists the served names"
-            )
-            raise ApiError("model_not_found", message, param="model")
+            problem = f"not served here{near}; GET /v1/models lists the served names"
+            raise wrong_field("model", problem, shorten(repr(name), 128), code="model_not_found")
 
     def adapter_of(self, name: str | None) -> AdapterRef | None:
         """The LoRA adapter that a model's name stands for: its own name, or `base:name`; None for the served model.

@@ -10,13 +10,17 @@ from ...runtime.env.log import configure
 from ...stages.config import EngineConfig
 from ...stages.errors import RequestError
 from ..config import ServerConfig
-from .model_client import ModelClient, ModelClientError, open_client
+from .model_client import ModelClient, ModelClientError, in_flags, open_client
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Runs the command; the exit code is 1 if a turn failed."""
     configure(server_config.log_format, server_config.log_level)
-    return asyncio.run(_chat(options, engine_config, server_config))
+    try:
+        return asyncio.run(_chat(options, engine_config, server_config))
+    except RequestError as error:  # of the options
+        print(f"millrace: {in_flags(error)}", file=sys.stderr)
+        return 1
 
 
 async def _chat(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -30,7 +34,7 @@ async def _chat(options: argparse.Namespace, engine_config: EngineConfig, server
             try:
                 messages.append({"role": "assistant", "content": await _answer(client, messages)})
             except (ModelClientError, RequestError) as error:
-                print(f"\nmillrace: {error}", file=sys.stderr)
+                print(f"\nmillrace: {in_flags(error)}", file=sys.stderr)
                 messages.pop()
                 num_failed += 1
             else:

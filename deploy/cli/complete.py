@@ -10,7 +10,7 @@ from ...runtime.env.log import configure
 from ...stages.config import EngineConfig
 from ...stages.errors import RequestError
 from ..config import ServerConfig
-from .model_client import ModelClientError, open_client
+from .model_client import ModelClientError, in_flags, open_client
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -20,15 +20,15 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
 
 
 async def _complete(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    async with open_client(options, engine_config, server_config) as client:
-        try:
+    try:
+        async with open_client(options, engine_config, server_config) as client:
             print(options.prompt, end="", flush=True)
             async for text in client.complete(options.prompt):
                 print(text, end="", flush=True)
             print(flush=True)
-        except (ModelClientError, RequestError) as error:
-            print(f"\nmillrace: {error}", file=sys.stderr)
-            return 1
-        if options.stats:
-            print(client.stats.describe(), file=sys.stderr)
+            if options.stats:
+                print(client.stats.describe(), file=sys.stderr)
+    except (ModelClientError, RequestError) as error:
+        print(f"\nmillrace: {in_flags(error)}", file=sys.stderr)
+        return 1
     return 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 
 from ...stages.config import EngineConfig
+from ...stages.errors import RequestError
 from ...stages.messages import ChatPrompt, Prompt, Request
 from ..config import ServerConfig
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
 
 Messages = Sequence[dict[str, str]]
+FLAGS = {"seed": "--sampling-seed"} | {
+    name: f"--{name.replace('_', '-')}" for name in ("max_tokens", "temperature", "top_p", "stop", "model")
+}
 
 
 class ModelClientError(Exception):
@@ -63,7 +67,10 @@ class ModelClient(Protocol):
 def open_client(
     options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig
 ) -> AbstractAsyncContextManager[ModelClient]:
-    """The client for the options: the server at `--url`, or an engine in this process."""
+    """The client for the options: the server at `--url`, or an engine in this process.
+
+    An engine raises `RequestError` for options that it refuses; see `in_flags`.
+    """
     requested = {
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
@@ -75,6 +82,11 @@ def open_client(
     if options.url is not None:
         return _remote(options.url.rstrip("/").removesuffix("/v1"), engine_config.model, server_config.api_key, params)
     return _local(engine_config, params)
+
+
+def in_flags(error: Exception) -> str:
+    """The text of an error, with the engine's names of fields as the flags that set them."""
+    return str(error.text.named(lambda name: FLAGS.get(name, name)) if isinstance(error, RequestError) else error)
 
 
 # -- in this process

@@ -285,12 +285,12 @@ class ChatTemplate:
         if isinstance(content, list):
             for part in content:
                 if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                    raise TemplateError(f"messages[{index}].content: this model takes text parts only")
+                    raise TemplateError(": this model takes text parts only", field=f"messages[{index}].content")
             content = [dict(part) for part in content]
         if role in CHECKED_ROLES and content and not self.traits.shows(role):
             raise TemplateError(
-                f"messages[{index}].role = {role!r}: this model's chat template leaves out such messages; "
-                "put the text into a user message"
+                f" = {role!r}: this model's chat template leaves out such messages; put the text into a user message",
+                field=f"messages[{index}].role",
             )
         return self._shaped(role, content)
 
@@ -363,7 +363,8 @@ class _Marker:
             return RenderedChat(text, text)
         mark = next((character for character in NONCHARACTERS if character not in text), None)
         if mark is None:
-            raise TemplateError("messages: the text is full of Unicode noncharacters (U+FDD0 to U+FDEF); remove them")
+            problem = ": the text is full of Unicode noncharacters (U+FDD0 to U+FDEF); remove them"
+            raise TemplateError(problem, field="messages")
         pieces: list[str] = []
         end = 0
         for begin, run_end in runs:
@@ -407,7 +408,7 @@ def _no_default(found: Mapping[str, TemplateSource]) -> TemplateSource:
 
 
 def _wrong_kwargs(problem: str) -> TemplateError:
-    return TemplateError(f"chat_template_kwargs: {problem}", param="chat_template_kwargs")
+    return TemplateError(f": {problem}", param="chat_template_kwargs", field="chat_template_kwargs")
 
 
 def _unused_word(texts: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...runtime.env.env import Env
 from ...runtime.exit import Outbox
-from ..errors import Overloaded, Refused
+from ..errors import Overloaded, Refused, field_text
 from ..messages import AdapterRef, Request
 from .downloads import AdapterDownloads
 from .loader import AdapterLoader
@@ -191,8 +191,8 @@ class AdapterGate:
             if request_id in self._aborted:
                 self.loader.release(digest)
                 self._drop(digest)
-                message = f"model = {entry.name[:64]!r}: the adapter was removed while the request waited for it"
-                raise Refused(message, param="model")
+                problem = "the adapter was removed while the request waited for it"
+                raise Refused(field_text("model", problem, repr(entry.name[:64])))
             return digest
         finally:
             self._names.pop(request_id, None)

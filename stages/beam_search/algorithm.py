@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kernels.layout.sampling_fields import FIELDS
-from ..errors import Refused
+from ..errors import Refused, field_text
 from ..messages import Finish, FinishReason, Ints, TopLogprobs
 from ..params import SamplingParams
 
@@ -43,16 +43,16 @@ class BeamParams:
 
     def __post_init__(self) -> None:
         if type(self.width) is not int or not 1 <= self.width <= MAX_WIDTH:
-            raise Refused(f"width = {self.width!r}: must be a whole number from 1 to {MAX_WIDTH}", param="width")
+            raise Refused(field_text("width", f"must be a whole number from 1 to {MAX_WIDTH}", repr(self.width)))
         penalty = self.length_penalty
         is_number = type(penalty) in (int, float) and math.isfinite(penalty)
         if not is_number or not abs(penalty) <= MAX_LENGTH_PENALTY:
             least, most = -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
-            message = f"length_penalty = {penalty!r}: must be a number from {least:g} to {most:g}"
-            raise Refused(message, param="length_penalty")
+            problem = f"must be a number from {least:g} to {most:g}"
+            raise Refused(field_text("length_penalty", problem, repr(penalty)))
         if self.early_stopping not in EARLY_STOPPINGS or type(self.early_stopping) not in (bool, str):  # 0 == False
-            message = f'early_stopping = {self.early_stopping!r}: must be true, false or "never"'
-            raise Refused(message, param="early_stopping")
+            problem = 'must be true, false or "never"'
+            raise Refused(field_text("early_stopping", problem, repr(self.early_stopping)))
 
     def score(self, logprob: np.float32, num_tokens: int) -> np.float32:
         """The score of an answer of `num_tokens` tokens whose log-probabilities sum to `logprob`."""
@@ -64,11 +64,10 @@ def refuse_sampling(params: SamplingParams) -> None:
     for name, off in NO_SAMPLING.items():
         value = getattr(params, name)
         if value != off:
-            shown = "" if name in ("logit_bias", "structured_outputs") else f" = {value}"
-            message = f"{name}{shown}: not supported by a beam search; leave it out"
-            raise Refused(message, param=name)
+            shown = None if name in ("logit_bias", "structured_outputs") else str(value)
+            raise Refused(field_text(name, "not supported by a beam search; leave it out", shown))
     if params.max_tokens == 0:
-        raise Refused("max_tokens = 0: must be at least 1 for a beam search", param="max_tokens")
+        raise Refused(field_text("max_tokens", "must be at least 1 for a beam search", "0"))
 
 
 # field -> the only value that a search supports

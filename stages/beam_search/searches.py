@@ -15,7 +15,7 @@ import numpy as np
 
 from ...runtime.pipeline import Pipeline
 from ..detokenize.stage import AnswerText, TextRows
-from ..errors import Failed, Refused
+from ..errors import Failed, Refused, field_text
 from ..exit.outboxes import Outboxes, RequestOutbox
 from ..messages import Begun, FinishReason, Ints, Prompt, Request, TokenLogprobs
 from ..params import SamplingParams
@@ -80,7 +80,7 @@ class BeamSearches:
         refuse_sampling(params)
         self.limits.check(request)
         if params.n > beams.width:
-            raise Refused(f"n = {params.n}: must be at most the width of the search, {beams.width}", param="n")
+            raise Refused(field_text("n", f"must be at most the width of the search, {beams.width}", str(params.n)))
         if len(request.prompts) * beams.width > MAX_SEQUENCES:
             shown = f"{len(request.prompts)} prompts x {beams.width} beams"
             raise Refused(f"{shown}: at most {MAX_SEQUENCES} beams a request", param="width")

@@ -11,7 +11,7 @@ from ...runtime.pipeline import Busy
 from ...runtime.trace.tracer import EventKind
 from ..adapters.gate import AdapterGate
 from ..beam_search.algorithm import BeamParams
-from ..errors import Overloaded, Refused
+from ..errors import Overloaded, Refused, field_text
 from ..exit.outboxes import RequestOutbox
 from ..messages import Ints, Request
 from ..params import SamplingParams
@@ -68,7 +68,8 @@ class Submitter:
         """Raises `Refused` unless adapters are served."""
         adapters = self.parts.adapters if isinstance(self.parts, TextStages) else None
         if adapters is None:
-            raise Refused("adapter: this engine serves none; start it with enable_lora", param="model")
+            problem = "this engine serves none; start it with enable_lora"
+            raise Refused(field_text("adapter", problem), param="model")
         return adapters
 
     def submit_search(self, request: Request, beams: BeamParams, deadline_s: float | None) -> RequestOutbox:

@@ -13,7 +13,7 @@ from ...runtime.env.log import get_logger
 from ...runtime.exit import Outbox
 from ...runtime.processes.helper_pool import HelperDied, HelperNotStarted, HelperPool
 from ...runtime.workers.thread_start import ThreadNotStarted
-from ..errors import Failed, OutOfResources, Overloaded, Refused
+from ..errors import Failed, OutOfResources, Overloaded, Refused, field_text
 from ..structured_outputs import StructuredOutputs
 from .compiled import Grammars, source_of
 
@@ -152,4 +152,4 @@ def _helper_error(structured: StructuredOutputs, gone: HelperDied) -> Refused | 
 
 
 def _refused(structured: StructuredOutputs, problem: str, code: str = "invalid_value") -> Refused:
-    return Refused(f"structured_outputs.{structured.kind}: {problem}", code=code, param="structured_outputs")
+    return Refused(field_text(f"structured_outputs.{structured.kind}", problem), code=code, param="structured_outputs")

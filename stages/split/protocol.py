@@ -24,7 +24,7 @@ from ...runtime.startup.load_progress import LoadState
 from ..beam_search.algorithm import CandidateParams
 from ..config import EngineConfig
 from ..engine.engine_status import STATUS_TYPES
-from ..errors import Failed, Refused, RequestError
+from ..errors import ErrorText, Failed, Refused, RequestError
 from ..memory_table import MachineMemory, MemoryTable, MemoryUse
 from ..messages import (
     AdapterRef,
@@ -132,12 +132,13 @@ class RequestFailed:
     code: str
     param: str | None = None
     stage: str = ""
+    pieces: Sequence[str] = ()  # of the reason, as in `ErrorText`; empty: it names no field
 
     @classmethod
     def of(cls, request_id: str, error: BaseException | None) -> RequestFailed:
         kind = type(error).__name__
         if isinstance(error, RequestError):
-            return cls(request_id, kind, error.message, error.code, error.param)
+            return cls(request_id, kind, error.message, error.code, error.param, pieces=error.text.pieces)
         if isinstance(error, StageCrashed):
             return cls(request_id, kind, type(error.__cause__).__name__, error.code, stage=error.stage)
         return cls(request_id, kind, "", "internal_error")
@@ -145,7 +146,7 @@ class RequestFailed:
     def error(self) -> Exception:
         """The error to end the request with, as a stage of this process would raise it."""
         if self.kind == "Refused":
-            return Refused(self.reason, code=self.code, param=self.param)
+            return Refused(ErrorText(tuple(self.pieces)), code=self.code, param=self.param)
         if self.kind == "StageCrashed":
             return StageCrashed(self.stage, self.code, engine_side_error(self.reason, ()))
         return Failed(self.reason or "internal error; see the server's log", code=self.code, param=self.param)

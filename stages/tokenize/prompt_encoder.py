@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ...model.errors import TemplateError
 from ...model.text.chat_template import ChatTemplate, missing_template
 from ...model.text.tokenizer import Side, Tokenizer
-from ..errors import Refused
+from ..errors import ErrorText, Refused, field_text
 from ..messages import ChatPrompt
 from ..pooling_params import no_instruction
 from .yes_no import YesNoPrompt
@@ -51,7 +51,7 @@ class ModelEncoder:
         try:
             return self.tokenizer.encode_cut(_unicode(text, "prompt"), most, side, add_special_tokens)
         except ValueError as error:
-            raise Refused(f"truncate_prompt_tokens: {error}", param="truncate_prompt_tokens") from None
+            raise Refused(field_text("truncate_prompt_tokens", str(error))) from None
 
     def encode_pair_cut(
         self, first: str, second: str, most: int, side: Side | None = None, instruction: str | None = None
@@ -72,7 +72,7 @@ class ModelEncoder:
             token_ids, type_ids = self.tokenizer.encode_pair_cut(*texts, most, side)
             return token_ids, type_ids if self.tokenizer.gives_types else [0] * len(token_ids)
         except ValueError as error:
-            raise Refused(f"truncate_prompt_tokens: {error}", param="truncate_prompt_tokens") from None
+            raise Refused(field_text("truncate_prompt_tokens", str(error))) from None
 
     def count_prompt(self, text: str) -> int:
         """Number of tokens of a text with another text behind it, so without the special token at its end."""
@@ -101,7 +101,8 @@ class ModelEncoder:
             code = "template_limit" if "template_limit" in str(error) else "invalid_value"
             if "the prompt is longer than" in str(error):
                 code = "context_length_exceeded"
-            raise Refused(str(error), code=code, param=error.param) from None
+            text = ErrorText(("", error.field, error.problem) if error.field else (str(error),))
+            raise Refused(text, code=code, param=error.param) from None
         return self.tokenizer.encode_chat(_unicode(rendered.marked, "messages"), rendered.mark)
 
 
@@ -113,5 +114,6 @@ def _unicode(text: str, param: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Refused(f"{param} holds an unpaired surrogate (U+{ord(text[error.start]):04X})", param=param) from None
+        problem = f" holds an unpaired surrogate (U+{ord(text[error.start]):04X})"
+        raise Refused(ErrorText(("", param, problem))) from None
     return text

@@ -18,7 +18,7 @@ from ...runtime.stage import Context, Crash, Outlet, Stage
 from ...runtime.trace.tracer import EventKind
 from ...runtime.workers.thread_start import ThreadNotStarted
 from ...runtime.workers.worker import Worker
-from ..errors import Failed, OutOfResources, Refused, RequestError
+from ..errors import Failed, OutOfResources, Refused, RequestError, field_text
 from ..messages import ChatPrompt, Ints, Prompt, Request, TokenRequest
 from ..params import SamplingParams
 from ..pooling_params import Side
@@ -246,8 +246,8 @@ def _texts_of(prompt: Prompt) -> Iterator[str]:
 
 def _checked(token_ids: Sequence[int], limits: RequestLimits, param: str) -> Ints:
     if not len(token_ids):
-        message = f"{param}: is empty, and this model's tokenizer adds no token; send at least one character"
-        raise Refused(message, code="empty_prompt", param=param)
+        problem = "is empty, and this model's tokenizer adds no token; send at least one character"
+        raise Refused(field_text(param, problem), code="empty_prompt")
     made = _as_array(token_ids)
     if int(made.max()) >= limits.vocab_size:
         raise ValueError(f"the tokenizer returned token {made.max()}, the model has {limits.vocab_size}")

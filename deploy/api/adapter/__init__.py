@@ -3,6 +3,6 @@
 Owns: nothing.
 In: bodies of the Responses and Messages APIs.
 Out: chat bodies, and answers as text, reasoning and calls.
-Imports: the root of `deploy`, the files of `api`, `api/schema`, `api/parsers`, `api/openai`.
+Imports: the files of `api`, `api/schema`, `api/parsers`, `api/openai`.
 Start with: `chat_adapter.py`.
 """

@@ -15,9 +15,8 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from ....kernels.layout.sampling_fields import FIELDS
-from ...errors import ApiError
 from ..openai.bodies import ChatBody
-from ..openai.generation import GenerationRoutes, PreparedRequest, translate_body_error
+from ..openai.generation import GenerationRoutes, PreparedRequest, client_error
 from ..schema.body import Body
 from ..schema.hints import nullable
 from ..schema.validation import read_body
@@ -30,13 +29,10 @@ if TYPE_CHECKING:
 A = TypeVar("A", bound="AdaptedBody")
 
 Chat = dict[str, Any]  # a chat body as plain data
-NameOf = Callable[[str], str]
+NameOf = Callable[[str], str]  # from chat's name of a field to that of another API
 
 # fields of chat that the other APIs do not define and that this server accepts there under the same names
 EXTENSIONS = (*(field.name for field in FIELDS if field.is_extension), "priority", "cache_salt", "logits_processors")
-
-# fields of chat that an error text may mention besides the wrong one
-CALLER_PARAMETERS = ("max_tokens", "structured_outputs.json", "structured_outputs")
 
 
 class AdaptedBody(Body):
@@ -68,14 +64,8 @@ def read_adapted(kind: type[A], raw: Mapping[str, Any], strict_fields: bool) -> 
 
 
 def take_order(generation: GenerationRoutes, chat: Chat, name_of: NameOf) -> PreparedRequest:
-    """Validates a chat body.
-
-    `ApiError` 400 names the fields by `name_of`, as the client's API does.
-    """
-    try:
-        return generation.order(ChatBody, {name: value for name, value in chat.items() if value is not None})
-    except ApiError as error:
-        raise translate_error(error, name_of) from None
+    """Validates a chat body. Errors of this request, here and later, name its fields by `name_of`."""
+    return generation.order(ChatBody, {name: value for name, value in chat.items() if value is not None}, name_of)
 
 
 class AnswerParts:
@@ -115,7 +105,7 @@ class AnswerParts:
 
 @asynccontextmanager
 async def submit_chat(
-    generation: GenerationRoutes, answer_id: str, order: PreparedRequest, name_of: NameOf
+    generation: GenerationRoutes, answer_id: str, order: PreparedRequest
 ) -> AsyncIterator[AnswerParts]:
     """Submits an order and yields its `AnswerParts`.
 
@@ -128,25 +118,12 @@ async def submit_chat(
         yield AnswerParts(outbox, None if order.make_turn is None else order.make_turn())
     except Exception as error:
         cause = "error"
-        known = translate_body_error(order.body, error, answer_id)
-        if isinstance(known, ApiError):
-            raise translate_error(known, name_of) from error
-        raise
+        known = client_error(order, error)
+        if known is error:
+            raise
+        raise known from error
     finally:
         generation.service.close(answer_id, cause)
-
-
-def translate_error(error: ApiError, name_of: NameOf) -> ApiError:
-    """Renames the fields in an error by `name_of`. Changes `error` and returns it."""
-    for theirs in (error.param, *CALLER_PARAMETERS):
-        if theirs is not None:
-            error.message = _replaced(error.message, theirs, name_of(theirs))
-    error.param = None if error.param is None else name_of(error.param)
-    return error
-
-
-def _replaced(text: str, word: str, other: str) -> str:
-    return re.sub(rf"(?<![\w.]){re.escape(word)}(?!\w)", lambda _: other, text)
 
 
 def renamed(param: str, names: Mapping[str, str]) -> str:

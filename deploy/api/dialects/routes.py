@@ -16,7 +16,7 @@ from ...http.body_reader import read
 from ...http.package_version import package_version
 from ...http.request_context import ERROR_BODY
 from ...http.responses import answer
-from ..adapter.chat_adapter import renamed, translate_error
+from ..adapter.chat_adapter import renamed
 from ..openai.answers import AnswerBuilder
 from ..openai.bodies import CompletionBody
 from ..openai.generation import GenerationRoutes, PreparedRequest
@@ -108,8 +108,7 @@ class DialectRoutes:
                     f"parameters.{name}" for name in read_body(TgiParameters, raw["parameters"], strict_fields)[1]
                 ]
             except ApiError as error:
-                error.message, error.param = f"parameters.{error.message}", f"parameters.{error.param}"
-                raise
+                raise error.named(lambda name: f"parameters.{name}") from None
         order = self._order(body.completion(is_stream), ignored, lambda name: renamed(name, tgi.NAMES))
         if body.parameters is None or body.parameters.max_new_tokens is None:
             order = replace(order, params=replace(order.params, max_tokens=None))
@@ -146,8 +145,5 @@ class DialectRoutes:
     def _order(
         self, completion: Mapping[str, Any], ignored: list[str], name_of: Callable[[str], str]
     ) -> PreparedRequest:
-        try:
-            order = self._generation.order(CompletionBody, completion)
-        except ApiError as error:
-            raise translate_error(error, name_of) from None
-        return replace(order, ignored=[*ignored, *order.ignored], name_of=name_of)
+        order = self._generation.order(CompletionBody, completion, name_of)
+        return replace(order, ignored=[*ignored, *order.ignored])

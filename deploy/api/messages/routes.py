@@ -13,13 +13,12 @@ from aiohttp import web
 
 from ....stages.errors import RequestError
 from ....stages.request_limits import chat_chars
-from ...errors import describe
 from ...http.body_reader import read
 from ...http.request_context import OWNER, REQUEST_ID
 from ...http.sized_threads import run_sized
 from ...http.sse import named_event, stream_framed
-from ..adapter.chat_adapter import AnswerParts, NameOf, read_adapted, submit_chat, take_order, translate_error
-from ..openai.generation import GenerationRoutes, PreparedRequest, ignored_headers, stream_error, translate_body_error
+from ..adapter.chat_adapter import AnswerParts, read_adapted, submit_chat, take_order
+from ..openai.generation import GenerationRoutes, PreparedRequest, client_error, ignored_headers, stream_error
 from ..openai.tokenize import check_length
 from .bodies import CountTokensBody, MessagesBody, name_of
 from .events import Event, MessageEvents, error_body
@@ -34,7 +33,6 @@ class PreparedMessage:
     is_stream: bool
     order: PreparedRequest
     ignored: Sequence[str]  # names of unknown fields
-    name_of: NameOf
 
 
 class MessagesRoutes:
@@ -53,7 +51,7 @@ class MessagesRoutes:
         built = MessageEvents(answer_id, self._service.answered_model(order.order.body.model), stops)
         headers = {"request-id": request[REQUEST_ID]} | ignored_headers(order.ignored)
         if not order.is_stream:
-            async with submit_chat(self._generation, answer_id, order.order, order.name_of) as parts:
+            async with submit_chat(self._generation, answer_id, order.order) as parts:
                 async for more in parts:
                     _add(built, more, parts)
             return web.json_response(body=orjson.dumps(built.message), headers=headers)
@@ -69,7 +67,7 @@ class MessagesRoutes:
     async def _stream(
         self, answer_id: str, order: PreparedMessage, built: MessageEvents
     ) -> AsyncGenerator[bytes, None]:
-        async with submit_chat(self._generation, answer_id, order.order, order.name_of) as parts:
+        async with submit_chat(self._generation, answer_id, order.order) as parts:
             first = await anext(parts)
             yield _framed(built.begin(parts.usage) + _add(built, first, parts))
             try:
@@ -88,8 +86,7 @@ class MessagesRoutes:
         try:
             token_ids = await run_sized(self._threads, count, encoder.encode_chat, chat)
         except RequestError as error:
-            known = describe(translate_body_error(order.order.body, error, request[REQUEST_ID]))
-            raise (error if known is None else translate_error(known, order.name_of)) from None
+            raise client_error(order.order, error) from None
         return web.json_response({"input_tokens": len(token_ids)}, headers=ignored_headers(order.ignored))
 
     async def _take(self, request: web.Request, kind: type[CountTokensBody]) -> PreparedMessage:
@@ -103,9 +100,8 @@ class MessagesRoutes:
         if chat.get("thinking_budget") is not None and not self._service.require_chat_format().has_thoughts:
             del chat["thinking_budget"]
             ignored.append("thinking")
-        named = name_of(sources)
-        order = take_order(self._generation, chat | passed | {"model": body.model}, named)
-        return PreparedMessage(bool(getattr(body, "stream", None)), order, [*ignored, *order.ignored], named)
+        order = take_order(self._generation, chat | passed | {"model": body.model}, name_of(sources))
+        return PreparedMessage(bool(getattr(body, "stream", None)), order, [*ignored, *order.ignored])
 
 
 def _framed(events: Sequence[Event]) -> bytes:

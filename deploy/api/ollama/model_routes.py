@@ -118,8 +118,8 @@ class OllamaModelRoutes:
             self._service.adapter_of(body.named)
         except ApiError as error:
             name = shorten(body.named or "", 128)
-            error.message = f"{error.message}; this server downloads no models: start `millrace serve {name}` for it"
-            raise
+            advice = f"; this server downloads no models: start `millrace serve {name}` for it"
+            raise ApiError(error.code, error.message + advice, param=error.param) from None
         if body.stream is False:
             return answer({"status": "success"})
         return web.Response(body=framed([{"status": "success"}]), content_type="application/x-ndjson")

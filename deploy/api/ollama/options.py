@@ -95,16 +95,7 @@ def ignored_options(given: Mapping[str, Any] | None, max_model_len: int, strict_
     try:
         options, ignored = read_body(OllamaOptions, known, strict_fields)
     except ApiError as error:
-        raise inside_options(error) from None
+        raise error.named(lambda name: f"options.{name}") from None
     if options.has_window(max_model_len):
         ignored.append("repeat_last_n")
     return [f"options.{name}" for name in ignored]
-
-
-def inside_options(error: ApiError) -> ApiError:
-    """Puts `options.` before the field that an error names. Changes `error` and returns it."""
-    if error.param is not None:
-        if error.message.startswith(error.param):
-            error.message = f"options.{error.message}"
-        error.param = f"options.{error.param}"
-    return error

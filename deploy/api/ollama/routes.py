@@ -16,14 +16,14 @@ from aiohttp import web
 from ....stages.errors import RequestError
 from ....stages.messages import Prompt
 from ....stages.request_limits import chat_chars
-from ...errors import ApiError, describe
+from ...errors import ApiError
 from ...http.body_reader import read
 from ...http.request_context import OWNER, REQUEST_ID
 from ...http.sized_threads import run_sized
 from ...http.sse import stream_framed
-from ..adapter.chat_adapter import AnswerParts, read_adapted, submit_chat, take_order, translate_error
+from ..adapter.chat_adapter import AnswerParts, read_adapted, submit_chat, take_order
 from ..openai.bodies import CompletionBody
-from ..openai.generation import GenerationRoutes, PreparedRequest, ignored_headers, stream_error
+from ..openai.generation import GenerationRoutes, PreparedRequest, client_error, ignored_headers, stream_error
 from ..openai.tokenize import check_length
 from .bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from .lines import AnswerLines, Line, closing_fields, framed, loaded, ollama_error
@@ -73,7 +73,7 @@ class OllamaRoutes:
         answer_id = self._service.open(PREFIX, request[REQUEST_ID], request[OWNER])
         lines = AnswerLines(model, is_chat)
         if not body.is_stream:
-            async with submit_chat(self._generation, answer_id, order, body.name_of) as parts:
+            async with submit_chat(self._generation, answer_id, order) as parts:
                 async for more in parts:
                     lines.add(more, keeps=True)
             data = orjson.dumps(lines.whole(_closing(body, parts, began_ns)))
@@ -89,7 +89,7 @@ class OllamaRoutes:
     async def _stream(
         self, answer_id: str, order: PreparedRequest, body: OllamaBody, lines: AnswerLines, began_ns: int
     ) -> AsyncGenerator[bytes, None]:
-        async with submit_chat(self._generation, answer_id, order, body.name_of) as parts:
+        async with submit_chat(self._generation, answer_id, order) as parts:
             first = await anext(parts)  # its error has a status of its own
             try:
                 if made := lines.add(first):
@@ -129,10 +129,7 @@ class OllamaRoutes:
     def _order(self, body: OllamaBody, has_template: bool) -> PreparedRequest:
         if isinstance(body, OllamaGenerateBody) and (body.raw or not (has_template or body.system)):
             completion = {name: value for name, value in body.completion().items() if value is not None}
-            try:
-                order = self._generation.order(CompletionBody, completion | {"model": body.model})
-            except ApiError as error:
-                raise translate_error(error, body.name_of) from None
+            order = self._generation.order(CompletionBody, completion | {"model": body.model}, body.name_of)
             return replace(order, params=replace(order.params, max_tokens=body.longest))
         return take_order(self._generation, body.chat() | {"model": body.model}, body.name_of)
 
@@ -152,9 +149,7 @@ class OllamaRoutes:
         try:
             token_ids = await run_sized(self._threads, num_chars, _encode, engine.encoder, prompt)
         except RequestError as error:
-            known = describe(error)
-            assert known is not None
-            raise translate_error(known, body.name_of) from None
+            raise client_error(order, error) from None
         if context:
             bos = getattr(engine.tokenizer, "bos_token_id", None)
             token_ids = [*context, *(token_ids[1:] if token_ids[:1] == [bos] else token_ids)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ....stages.beam_search.algorithm import NO_SAMPLING, BeamParams
-from ...errors import ApiError
+from ...errors import wrong_field
 
 
 class BeamFields(Protocol):
@@ -30,12 +30,12 @@ def check_beams(body: BeamFields) -> None:
         _check_search(body, n)
         return
     if body.best_of is not None and body.best_of < n:
-        raise ApiError("invalid_value", f"best_of = {body.best_of}: must be at least n, which is {n}", param="best_of")
+        raise wrong_field("best_of", f"must be at least n, which is {n}", str(body.best_of))
     if body.best_of not in (None, n):
         _check_best_of(body)
     for name, off in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False))):
         if getattr(body, name) not in off:
-            raise ApiError("invalid_value", f"{name}: requires use_beam_search = true", param=name)
+            raise wrong_field(name, "requires use_beam_search = true")
 
 
 def beam_params(body: BeamFields) -> BeamParams | None:
@@ -52,26 +52,22 @@ def beam_params(body: BeamFields) -> BeamParams | None:
 
 def _check_best_of(body: BeamFields) -> None:
     if not body.ranks:
-        message = f"best_of = {body.best_of}: requires use_beam_search = true on chat; leave it out or set it to n"
-        raise ApiError("unsupported_parameter", message, param="best_of")
+        problem = "requires use_beam_search = true on chat; leave it out or set it to n"
+        raise wrong_field("best_of", problem, str(body.best_of), code="unsupported_parameter")
     if body.stream:
-        message = (
-            "best_of: above n is not supported in a stream, as the best answer is known only at the end; leave one out"
-        )
-        raise ApiError("unsupported_parameter", message, param="best_of")
+        problem = "above n is not supported in a stream, as the best answer is known only at the end; leave one out"
+        raise wrong_field("best_of", problem, code="unsupported_parameter")
 
 
 def _check_search(body: BeamFields, n: int) -> None:
     if body.stream:
-        message = "stream: not supported with use_beam_search, as the best answer is known only at the end"
-        raise ApiError("unsupported_parameter", f"{message}; leave it out", param="stream")
+        problem = "not supported with use_beam_search, as the best answer is known only at the end; leave it out"
+        raise wrong_field("stream", problem, code="unsupported_parameter")
     if getattr(body, "echo", None):
-        raise ApiError("unsupported_parameter", "echo: not supported with use_beam_search; leave it out", param="echo")
+        raise wrong_field("echo", "not supported with use_beam_search; leave it out", code="unsupported_parameter")
     for name, off in NO_SAMPLING.items():
         if off is None and getattr(body, name, None) is not None:  # refused for any value, also one without effect
-            raise ApiError(
-                "unsupported_parameter", f"{name}: not supported with use_beam_search; leave it out", param=name
-            )
+            raise wrong_field(name, "not supported with use_beam_search; leave it out", code="unsupported_parameter")
     if body.best_of is not None and body.best_of < n:
-        message = f"best_of = {body.best_of}: must be at least n, which is {n}, as it is the width of the beam search"
-        raise ApiError("invalid_value", message, param="best_of")
+        problem = f"must be at least n, which is {n}, as it is the width of the beam search"
+        raise wrong_field("best_of", problem, str(body.best_of))

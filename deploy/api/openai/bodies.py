@@ -6,7 +6,6 @@ checked by `SamplingParams`, by name. Checks that depend on the model follow at 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -42,7 +41,7 @@ from ....stages.params import (
     SamplingParams,
 )
 from ....stages.structured_outputs import StructuredOutputs
-from ...errors import ApiError, shorten
+from ...errors import ApiError, describe, shorten, wrong_field
 from ..schema import fields as schema_fields
 from ..schema import hints
 from ..schema.body import SamplingBody
@@ -196,8 +195,9 @@ class GenerationBody(SamplingBody):
             raise self._client_error(refused) from None
 
     def _client_error(self, refused: Refused) -> ApiError:
-        param = self.client_name(refused.param)
-        return ApiError(refused.code, renamed(refused.message, refused.param, param), param=param)
+        error = describe(refused)
+        assert error is not None
+        return error.named(self.client_name)
 
     def _own_params(self) -> dict[str, Any]:
         """`max_tokens` and `logprobs`, whose fields differ between the two endpoints."""
@@ -207,29 +207,24 @@ class GenerationBody(SamplingBody):
         """The prompts to complete."""
         raise NotImplementedError
 
-    def client_name(self, param: str | None) -> str | None:
-        """This endpoint's name of a field of `SamplingParams` or `BeamParams`."""
-        if param == "structured_outputs":
-            return field_of(self)
+    def client_name(self, param: str) -> str:
+        """This endpoint's name of a field of `SamplingParams` or `BeamParams`, or of a member of such a field."""
+        if param.startswith("structured_outputs"):
+            field = field_of(self)
+            return param if field == "structured_outputs" else field
         return ("n" if self.best_of is None else "best_of") if param == "width" else param
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
-            raise ApiError("invalid_value", "stream_options: requires stream = true", param="stream_options")
+            raise wrong_field("stream_options", "requires stream = true")
         for name in ("max_tokens", "max_completion_tokens"):
             value = getattr(self, name, None)
             if value is not None and value < self.least_max_tokens:
-                raise ApiError(
-                    "invalid_value", f"{name} = {value}: must be at least {self.least_max_tokens}", param=name
-                )
+                raise wrong_field(name, f"must be at least {self.least_max_tokens}", str(value))
         if self.return_progress and not self.stream:
-            raise ApiError("invalid_value", "return_progress: requires stream = true", param="return_progress")
+            raise wrong_field("return_progress", "requires stream = true")
         if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(
-                "invalid_value",
-                "prompt_logprobs: not supported with stream = true; leave one of the two out",
-                param="prompt_logprobs",
-            )
+            raise wrong_field("prompt_logprobs", "not supported with stream = true; leave one of the two out")
         check_beams(self)
 
     @property
@@ -338,32 +333,29 @@ class ChatBody(GenerationBody):
         if schema is None:
             return params
         if self.use_beam_search:
-            raise ApiError(
-                "invalid_value",
-                "tool_choice: forced calls are not supported with use_beam_search; leave one of the two out",
-                param="tool_choice",
-            )
+            problem = "forced calls are not supported with use_beam_search; leave one of the two out"
+            raise wrong_field("tool_choice", problem)
         try:
             form = StructuredOutputs(json=schema, disable_any_whitespace=True)
             return replace(params, structured_outputs=form)
         except Refused as refused:
-            raise self._client_error(refused) from None
+            raise wrong_field("tools", refused.text.problem, code=refused.code) from None
 
-    def client_name(self, param: str | None) -> str | None:
-        if param == "structured_outputs" and self.is_call_forced:
+    def client_name(self, param: str) -> str:
+        if param.startswith("structured_outputs") and self.is_call_forced:
             return "tools"
         if param == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
         if param == "thinking_budget" and self.thinking_token_budget is not None:
             return "thinking_token_budget"
-        return {"logprobs": "top_logprobs", "prompt": "messages"}.get(param or "", super().client_name(param))
+        return {"logprobs": "top_logprobs", "prompt": "messages"}.get(param, super().client_name(param))
 
     def check(self) -> None:
         super().check()
         if not self.messages:
-            raise ApiError("empty_prompt", "messages: is empty; send at least one message", param="messages")
+            raise wrong_field("messages", "is empty; send at least one message", code="empty_prompt")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError("invalid_value", "top_logprobs: requires logprobs = true", param="top_logprobs")
+            raise wrong_field("top_logprobs", "requires logprobs = true")
         check_last_turn(self)
         check_tools(self.tools, self.tool_choice)
 
@@ -414,7 +406,7 @@ class CompletionBody(GenerationBody):
             fields["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return fields
 
-    def client_name(self, param: str | None) -> str | None:
+    def client_name(self, param: str) -> str:
         if param == "prompt_logprobs" and self.prompt_logprobs is None:
             return "logprobs"
         if param == "n" and self.ranks:
@@ -432,8 +424,7 @@ class CompletionBody(GenerationBody):
     def check(self) -> None:
         super().check()
         if self.echo and self.stream and self.logprobs is not None and (self.n or 1) > 1:
-            message = "echo: requires n = 1 together with logprobs and stream; leave one of them out"
-            raise ApiError("invalid_value", message, param="echo")
+            raise wrong_field("echo", "requires n = 1 together with logprobs and stream; leave one of them out")
 
     def echo_options(self) -> EchoOptions:
         options = super().echo_options()
@@ -448,13 +439,3 @@ class CompletionBody(GenerationBody):
 
 
 _SAMPLING_FIELDS = [name for name in GenerationBody.model_fields if name in SamplingParams.__dataclass_fields__]
-
-
-def renamed(message: str, engine_name: str | None, public_name: str | None) -> str:
-    """Replaces the field name at the start of `message` by the client's name of that field."""
-    if engine_name is None or public_name is None or engine_name == public_name or not message.startswith(engine_name):
-        return message
-    rest = message[len(engine_name) :]
-    if engine_name == "structured_outputs":  # the other output-format fields have no members of these names
-        rest = ": " + re.sub(r"^\.(json|regex|choice|grammar)\b", "", rest).lstrip(" :")
-    return public_name + rest

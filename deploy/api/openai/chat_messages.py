@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ...errors import ApiError, shorten
+from ...errors import shorten, wrong_field
 from ..schema import fields as schema_fields
 from ..schema import hints
 from ..schema.hints import nullable, only_with
@@ -139,5 +139,5 @@ class HasContinuation(Protocol):
 def check_last_turn(body: HasContinuation) -> None:
     """Raises `ApiError` if a body asks both to continue the last turn and to open a new one."""
     if body.continue_final_message and body.add_generation_prompt:
-        message = "continue_final_message: requires add_generation_prompt = false, as the last turn is continued"
-        raise ApiError("invalid_value", message, param="continue_final_message")
+        problem = "requires add_generation_prompt = false, as the last turn is continued"
+        raise wrong_field("continue_final_message", problem)

@@ -66,14 +66,9 @@ class PooledBody(Body):
         """The request to the engine, for a model that supports `tasks`."""
         raise NotImplementedError
 
-    def rename_field(self, error: ApiError) -> ApiError:
-        """Renames the field in `error` to its name at this endpoint. Changes `error` and returns it."""
-        name = self.NAMES.get(error.param or "")
-        if name is not None and error.param is not None:
-            if error.message.startswith((error.param + " ", error.param + ":")):
-                error.message = name + error.message[len(error.param) :]
-            error.param = name
-        return error
+    def client_error(self, error: ApiError) -> ApiError:
+        """The same error with this endpoint's names of fields."""
+        return error.named(lambda name: self.NAMES.get(name, name))
 
 
 class EmbeddingBody(PooledBody):

@@ -114,7 +114,7 @@ class EmbeddingRoutes:
         except Exception as error:
             cause = "error"
             known = describe(error)
-            raise (error if known is None else body.rename_field(known)) from error
+            raise (error if known is None else body.client_error(known)) from error
         finally:
             self.service.close(answer_id, cause)
 

@@ -20,17 +20,17 @@ from ....runtime.env.log import get_logger
 from ....stages.beam_search.algorithm import BeamParams
 from ....stages.messages import AdapterRef, Prompt, Request
 from ....stages.params import SamplingParams
-from ...errors import ApiError, describe, shorten, unforeseen
+from ...errors import ApiError, describe, shorten, unforeseen, wrong_field
 from ...http.body_reader import read
 from ...http.request_context import ERROR_BODY, OWNER, REQUEST_ID, checked_request_id
 from ...http.sse import DONE, EventStream
 from ..assistant_turn import AssistantTurn
 from ..schema.metadata import metadata_pairs
-from ..schema.processors import NOT_IN_BEAMS, asked_processors
+from ..schema.processors import FIELD, NOT_IN_BEAMS, asked_processors
 from ..schema.validation import read_body
 from ..service import Service
 from .answers import AnswerBuilder, ChatAnswerBuilder, CompletionAnswerBuilder, best, usage
-from .bodies import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody, renamed
+from .bodies import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody
 from .chunks import ChunkIterator, PromptEchoer
 from .prompt_echo import EchoOptions, echo_prompt
 from .sse_pump import send_all
@@ -114,7 +114,7 @@ class GenerationRoutes:
         try:
             prompts, params = await engine.render(Request(answer_id, order.prompts, order.params))
         except Exception as error:
-            raise translate_body_error(order.body, error, answer_id) from error
+            raise client_error(order, error) from error
         raw = order.body.model_dump(include={"stream", "priority", "cache_salt"})
         loop, model = asyncio.get_running_loop(), self.service.answered_model(order.body.model)
         texts = [await loop.run_in_executor(self._threads, engine.decode, ids.tolist(), False) for ids in prompts]
@@ -154,11 +154,7 @@ class GenerationRoutes:
             raise
         except Exception as error:
             cause = "error"
-            known = translate_body_error(order.body, error, request[REQUEST_ID])
-            if order.name_of is not None and isinstance(known, ApiError) and known.param is not None:
-                name = order.name_of(known.param)
-                known.message, known.param = renamed(known.message, known.param, name), name
-            raise known from error
+            raise client_error(order, error) from error
         finally:
             self.service.close(answer_id, cause)
 
@@ -169,8 +165,21 @@ class GenerationRoutes:
             log.debug("request.fields_ignored", fields=_listed(order.ignored))
         return order
 
-    def order(self, kind: type[GenerationBody], raw: Mapping[str, Any]) -> PreparedRequest:
-        """Validates a body. `ApiError` names the wrong field. May be called in a thread."""
+    def order(
+        self, kind: type[GenerationBody], raw: Mapping[str, Any], name_of: Callable[[str], str] | None = None
+    ) -> PreparedRequest:
+        """Validates a body. `ApiError` names the wrong field. May be called in a thread.
+
+        `name_of` gives the names of an API that was converted to this body: for errors here and later.
+        """
+        if name_of is None:
+            return self._order(kind, raw)
+        try:
+            return replace(self._order(kind, raw), name_of=name_of)
+        except ApiError as error:
+            raise error.named(name_of) from None
+
+    def _order(self, kind: type[GenerationBody], raw: Mapping[str, Any]) -> PreparedRequest:
         defaults = self.service.require_engine().info.default_params
         raw = flatten(raw) if kind is GenerateBody else raw
         body, ignored = read_body(kind, raw, self.service.config.strict_fields)
@@ -183,7 +192,7 @@ class GenerationRoutes:
         if body.logits_processors not in (None, []):
             asked = asked_processors(body.logits_processors, self.service.require_engine().logits_processors)
             if body.use_beam_search:
-                raise ApiError("invalid_value", NOT_IN_BEAMS, param="logits_processors")
+                raise wrong_field(FIELD, NOT_IN_BEAMS)
             params = replace(params, extra_args={**params.extra_args, **asked})
         prompts = body.prompts()
         if adapter is not None:
@@ -359,14 +368,13 @@ def _time_limit_s(request: web.Request, body: GenerationBody) -> float | None:
     return limit_s
 
 
-def translate_body_error(body: GenerationBody, error: Exception, request_id: str) -> Exception:
-    """Renames the field of an engine error as in `body`, e.g. `prompt` to `messages` on chat."""
-    known = describe(error)
+def client_error(order: PreparedRequest, error: Exception) -> Exception:
+    """An error of the engine as the client's API has it, e.g. with `prompt` as `messages` on chat."""
+    known = None if isinstance(error, ApiError) else describe(error)
     if known is None:
         return error
-    theirs, known.param = known.param, body.client_name(known.param)
-    known.message = renamed(known.message, theirs, known.param)
-    return known
+    known = known.named(order.body.client_name)
+    return known if order.name_of is None else known.named(order.name_of)
 
 
 def ignored_headers(ignored: Sequence[str]) -> dict[str, str]:

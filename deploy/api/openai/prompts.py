@@ -13,7 +13,7 @@ import numpy as np
 
 from ....stages.messages import Prompt
 from ....stages.request_limits import MAX_PROMPTS
-from ...errors import ApiError
+from ...errors import ApiError, wrong_field
 
 
 def read_prompts(
@@ -23,45 +23,39 @@ def read_prompts(
 
     With `add_special_tokens` False the tokenizer adds none to a text. `ApiError` 400 names the field as `name`.
     """
-    try:
-        prompts = _read(value, most)
-        if add_special_tokens is False:
-            prompts = tuple(replace(prompt, add_special_tokens=False) for prompt in prompts)
-        return prompts
-    except ApiError as error:
-        if error.message.startswith("prompt"):
-            error.message = name + error.message.removeprefix("prompt")
-        error.param = name
-        raise
+    prompts = _read(value, name, most)
+    if add_special_tokens is False:
+        prompts = tuple(replace(prompt, add_special_tokens=False) for prompt in prompts)
+    return prompts
 
 
-def _read(value: Any, most: int) -> tuple[Prompt, ...]:
+def _read(value: Any, name: str, most: int) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (Prompt(text=value),)
     if not isinstance(value, list):
-        raise _wrong("prompt: must be a text, a list of texts, a list of token ids, or a list of such lists")
+        raise _wrong(name, "must be a text, a list of texts, a list of token ids, or a list of such lists")
     if not value:
-        raise ApiError("empty_prompt", "prompt: is an empty list; send at least one text or token id", param="prompt")
+        raise wrong_field(name, "is an empty list; send at least one text or token id", code="empty_prompt")
     if type(value[0]) is int:
-        return (_ids(value),)
+        return (_ids(value, name),)
     if len(value) > most:
-        raise ApiError("invalid_value", f"prompt: has {len(value)} entries; must have at most {most}", param="prompt")
+        raise wrong_field(name, f"has {len(value)} entries; must have at most {most}")
     if all(isinstance(item, str) for item in value):
         return tuple(Prompt(text=item) for item in value)
     if all(isinstance(item, list) for item in value):
-        return tuple(_ids(item) for item in value)
-    raise _wrong("prompt: mixes forms; send only texts, or only token ids, or only lists of token ids")
+        return tuple(_ids(item, name) for item in value)
+    raise _wrong(name, "mixes forms; send only texts, or only token ids, or only lists of token ids")
 
 
-def _ids(token_ids: list[Any]) -> Prompt:
+def _ids(token_ids: list[Any], name: str) -> Prompt:
     if not token_ids:
-        raise ApiError("empty_prompt", "prompt: holds an empty list; send at least one token id", param="prompt")
+        raise wrong_field(name, "holds an empty list; send at least one token id", code="empty_prompt")
     if set(map(type, token_ids)) != {int}:  # a loop in C: 5 ms for a prompt of 256k ids
-        raise _wrong("prompt: token ids must be integers")
+        raise _wrong(name, "token ids must be integers")
     if min(token_ids) < 0 or max(token_ids) >= 2**31:
-        raise ApiError("invalid_value", "prompt: token ids must be in the model's vocabulary", param="prompt")
+        raise wrong_field(name, "token ids must be in the model's vocabulary")
     return Prompt(token_ids=np.array(token_ids, np.int32))
 
 
-def _wrong(message: str) -> ApiError:
-    return ApiError("invalid_type", message, param="prompt")
+def _wrong(name: str, problem: str) -> ApiError:
+    return wrong_field(name, problem, code="invalid_type")

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from ....stages.errors import Refused
 from ....stages.structured_outputs import KINDS, StructuredOutputs
-from ...errors import ApiError, shorten
+from ...errors import shorten, wrong_field
 from ..schema.body import Body
 from .tools import required_first
 
@@ -36,9 +36,7 @@ def structured_outputs(body: Body) -> StructuredOutputs | None:
     found = {name: form for name in FIELDS if (form := _read(body, name)) is not None}
     if len(found) > 1:
         first, second = list(found)[:2]
-        raise ApiError(
-            "invalid_value", f"{second}: {first} sets the output format already; leave one out", param=second
-        )
+        raise wrong_field(second, f"{first} sets the output format already; leave one out")
     return next(iter(found.values()), None)
 
 
@@ -56,8 +54,8 @@ def _read(body: Body, name: str) -> StructuredOutputs | None:
             return _response_format(value)
         return _from_vllm(value) if name == "structured_outputs" else _form({OLDER[name]: value})
     except Refused as refused:
-        problem = refused.message.removeprefix("structured_outputs").removeprefix(".")
-        raise ApiError(refused.code, f"{name}: {problem}", param=name) from None
+        problem = refused.text.named(lambda path: path.removeprefix("structured_outputs").removeprefix("."))
+        raise wrong_field(name, str(problem), code=refused.code) from None
 
 
 def _response_format(value: Any) -> StructuredOutputs | None:
@@ -110,4 +108,4 @@ def _form(given: dict[str, Any]) -> StructuredOutputs:
 
 
 def _refuse(field: str, problem: str) -> NoReturn:
-    raise ApiError("invalid_value", f"{field}: {problem}", param=field)
+    raise wrong_field(field, problem)

@@ -25,6 +25,7 @@ from ..schema.relations import FIELDS_OF_STREAMS, SAMPLING_ALONE
 from ..schema.unsupported import UNSUPPORTED
 from .answers import AnswerBuilder, ChoiceState
 from .bodies import CompletionBody
+from .prompts import read_prompts
 
 if TYPE_CHECKING:
     from ....stages.messages import Ints, Prompt, TokenLogprobs
@@ -68,12 +69,9 @@ class GenerateBody(CompletionBody):
         return reference
 
     def prompts(self) -> tuple[Prompt, ...]:
-        try:
-            return super().prompts()
-        except ApiError as error:
-            raise ApiError(error.code, error.message.replace("prompt", "token_ids", 1), param="token_ids") from None
+        return read_prompts(self.prompt, "token_ids", add_special_tokens=self.add_special_tokens)
 
-    def client_name(self, param: str | None) -> str | None:
+    def client_name(self, param: str) -> str:
         return "token_ids" if param == "prompt" else super().client_name(param)
 
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from ....model.schema.schema_keywords import map_schemas
-from ...errors import ApiError, shorten
+from ...errors import shorten, wrong_field
 from ..schema.fields import MAX_TOOLS
 
 MAX_PATTERN_CHARS = 1024
@@ -171,18 +171,13 @@ def check_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None
     seen: set[str] = set()
     for i, tool in enumerate(tools or ()):
         if tool.function.name in seen:
-            message = (
-                f"tools[{i}].function.name = {tool.function.name!r}: must be unique, and another tool has this name"
-            )
-            raise ApiError("invalid_value", message, param=f"tools[{i}].function.name")
+            problem = "must be unique, and another tool has this name"
+            raise wrong_field(f"tools[{i}].function.name", problem, repr(tool.function.name))
         seen.add(tool.function.name)
     if isinstance(choice, NamedTool) and choice.function.name not in seen:
-        message = f"tool_choice = {shorten(repr(choice.function.name), 64)}: must name a function in tools"
-        raise ApiError("invalid_value", message, param="tool_choice")
+        raise wrong_field("tool_choice", "must name a function in tools", shorten(repr(choice.function.name), 64))
     if choice == "required" and not seen:
-        raise ApiError(
-            "invalid_value", "tool_choice = 'required': requires tools; send at least one", param="tool_choice"
-        )
+        raise wrong_field("tool_choice", "requires tools; send at least one", "'required'")
 
 
 # -- schemas of forced calls

@@ -22,7 +22,7 @@ from ...errors import ApiError
 from ...http.json_limits import INLINE_BYTES
 from ...http.sized_threads import run_sized
 from ...http.sse import named_event
-from ..adapter.chat_adapter import AnswerParts, Chat, NameOf, read_adapted, submit_chat, take_order
+from ..adapter.chat_adapter import AnswerParts, Chat, read_adapted, submit_chat, take_order
 from ..openai.generation import GenerationRoutes, PreparedRequest, stream_error
 from ..service import CacheUse
 from .bodies import ResponsesBody, name_of
@@ -56,7 +56,6 @@ class PreparedResponse:
     body: ResponsesBody
     order: PreparedRequest
     items: bytes  # its own input items, as JSON
-    name_of: NameOf
 
 
 class ResponseService:
@@ -113,7 +112,7 @@ class ResponseService:
         def without(num_cut: int) -> PreparedResponse:
             named = name_of(sources[num_cut:], num_before=int(parsed.body.instructions is not None))
             order = take_order(self._generation, parsed.body.chat(messages[num_cut:]) | parsed.passed, named)
-            return PreparedResponse(parsed.id, owner, client_id, parsed.body, order, items, named)
+            return PreparedResponse(parsed.id, owner, client_id, parsed.body, order, items)
 
         num_cut = 0
         if parsed.body.truncation == "auto":
@@ -152,7 +151,7 @@ class ResponseService:
         """Generates a response and returns it when it is complete."""
         built = self._begin(order)
         built.begin()
-        async with submit_chat(self._generation, self._open(order), order.order, order.name_of) as parts:
+        async with submit_chat(self._generation, self._open(order), order.order) as parts:
             async for more in parts:
                 _add(built, more, parts)
         self._keep(order, built)
@@ -172,7 +171,7 @@ class ResponseService:
         must close the generator, which aborts the request.
         """
         built = self._begin(order)
-        async with submit_chat(self._generation, self._open(order), order.order, order.name_of) as parts:
+        async with submit_chat(self._generation, self._open(order), order.order) as parts:
             first = await anext(parts)
             yield built.begin() + _add(built, first, parts)
             try:
@@ -217,7 +216,7 @@ class ResponseService:
 
     async def _make(self, order: PreparedResponse, built: ResponseEvents, stored: StoredResponse) -> None:
         try:
-            async with submit_chat(self._generation, order.id, order.order, order.name_of) as parts:
+            async with submit_chat(self._generation, order.id, order.order) as parts:
                 has_begun = False
                 async for more in parts:
                     if not has_begun:

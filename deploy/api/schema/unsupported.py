@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from ....kernels.layout.sampling_fields import FIELDS
-from ...errors import ApiError
+from ...errors import wrong_field
 
 Harmless = Mapping[str, Sequence[Any]]  # field -> values without effect
 
@@ -139,8 +139,7 @@ def refuse_unsupported(
     """
     for name in unknown:
         if name in unsupported and not _is_one_of(raw[name], unsupported[name]):
-            message = f"{name}: {_reason(name, instead, fields)}"
-            raise ApiError("unsupported_parameter", message, param=name)
+            raise wrong_field(name, _reason(name, instead, fields), code="unsupported_parameter")
     return [name for name in unknown if name not in unsupported]
 
 

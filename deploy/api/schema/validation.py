@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from ...errors import ApiError, shorten
+from ...errors import ApiError, shorten, wrong_field
 from .body import Body
 from .unsupported import refuse_unsupported
 
@@ -26,7 +26,7 @@ def read_body(kind: type[B], raw: Mapping[str, Any], strict_fields: bool) -> tup
     ignored = refuse_unsupported(raw, ignored, {**kind.FOREIGN, **kind.UNSUPPORTED}, kind.INSTEAD, kind.model_fields)
     if ignored and strict_fields:
         name = shorten(ignored[0], 64)
-        raise ApiError("unknown_parameter", f"{name}: unknown field; leave it out", param=name)
+        raise wrong_field(name, "unknown field; leave it out", code="unknown_parameter")
     try:
         body = kind.model_validate(raw)
     except ValidationError as errors:
@@ -39,8 +39,8 @@ def read_typed(kinds: Mapping[str, type[B]], raw: Mapping[str, Any], strict_fiel
     """The body of the kind that its `type` names. `ApiError` 400 names the wrong field."""
     kind = raw.get("type")
     if not isinstance(kind, str) or kind not in kinds:
-        shown = "" if kind is None else f" = {shorten(repr(kind), 32)}"
-        raise ApiError("invalid_value", f"type{shown}: must be one of {', '.join(kinds)}", param="type")
+        shown = None if kind is None else shorten(repr(kind), 32)
+        raise wrong_field("type", f"must be one of {', '.join(kinds)}", shown)
     message, _ = read_body(kinds[kind], raw, strict_fields)
     return message
 
@@ -60,8 +60,8 @@ def _as_api_error(errors: ValidationError) -> ApiError:
     kind = first["type"]
     code = _CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
     wrong = "must be an object" if kind in _OBJECTS else _in_our_words(first["msg"])
-    shown = "" if kind == "missing" or isinstance(first["input"], (dict, list)) else f" = {_show(first['input'])}"
-    return ApiError(code, f"{param}{shown}: {wrong}", param=param)
+    shown = None if kind == "missing" or isinstance(first["input"], (dict, list)) else _show(first["input"])
+    return wrong_field(param, wrong, shown, code)
 
 
 def _in_our_words(message: str) -> str:

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from millrace.deploy.cli.main import main
+from millrace.stages.testing.scripted.engine import scripted_engine
 from tests.deploy.running import RunningServer
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12"]
@@ -99,3 +100,11 @@ def test_collect_env_is_one_block_with_versions_and_no_secret(monkeypatch, capfd
     ):
         assert re.search(f"^{line}", out, re.MULTILINE), line
     assert "MILLRACE_API_KEY: ***" in out and "canary" not in out
+
+
+@pytest.mark.parametrize("flags", [["--temperature", "5"], ["--max-tokens", "600"]], ids=["at once", "by the prompt"])
+def test_an_engine_names_the_flag_that_it_refuses(flags, monkeypatch, capfd):
+    monkeypatch.setattr("millrace.stages.engine.engine.Engine", lambda config: scripted_engine(answer="ok"))
+    assert main(["complete", "Once", "--model", "none", *flags]) == 1
+    said = capfd.readouterr().err
+    assert f"{flags[0]} = {flags[1]}" in said and "max_tokens" not in said

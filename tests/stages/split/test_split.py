@@ -22,7 +22,7 @@ from millrace.stages.engine.engine import Engine
 from millrace.stages.engine.engine_status import CoreReport
 from millrace.stages.engine.read_status import owners_of, read_core
 from millrace.stages.engine.wiring import PortsOnly
-from millrace.stages.errors import ConfigError, Failed, Refused
+from millrace.stages.errors import ConfigError, ErrorText, Failed, Refused, field_text
 from millrace.stages.messages import NO_INDICES, FinishReason, StepTokens, TokenRequest
 from millrace.stages.params import SamplingParams, ThinkingBudget
 from millrace.stages.sample.logits_processor import LogitsProcessor
@@ -225,7 +225,7 @@ def test_a_step_of_256_rows_crosses_in_few_bytes_a_token() -> None:
     "error",
     [
         Failed("the model failed on this request"),
-        Refused("x = 3: must be 4", code="invalid_value", param="x"),
+        Refused(field_text("x", ErrorText(("must be less than ", "y", ", which is 3")), "3")),
         StageCrashed("sample", "internal_error", KeyError("secret")),
         RuntimeError("secret"),
     ],
@@ -236,6 +236,8 @@ def test_a_failure_crosses_with_what_its_client_is_told_and_no_more(error: Excep
     assert "secret" not in repr(told) and getattr(back, "code", None) == getattr(error, "code", "internal_error")
     if isinstance(error, (Failed, Refused, StageCrashed)):
         assert type(back) is type(error) and str(back) == str(error)
+    if isinstance(back, Refused):
+        assert str(back.text.named(str.upper)) == "X = 3: must be less than Y, which is 3" and back.param == "x"
 
 
 # -- the engine's side

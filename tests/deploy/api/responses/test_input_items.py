@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
-from millrace.deploy.api.adapter.chat_adapter import read_adapted, renamed, translate_error
+from millrace.deploy.api.adapter.chat_adapter import read_adapted, renamed
 from millrace.deploy.api.responses.bodies import ResponsesBody, name_of
 from millrace.deploy.api.responses.input_items import messages_of, num_to_cut, read_items
-from millrace.deploy.errors import ApiError
+from millrace.deploy.errors import ApiError, wrong_field
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
@@ -169,8 +169,8 @@ def test_errors_of_chat_are_told_in_the_names_of_this_api():
         "temperature": "temperature",
     }
     assert {param: name(param) for param in told} == told
-    error = translate_error(ApiError("invalid_value", "max_tokens = 0: not max_tokens", param="max_tokens"), name)
-    assert (error.message, error.param) == ("max_output_tokens = 0: not max_output_tokens", "max_output_tokens")
+    error = wrong_field("max_tokens", "not this", "0").named(name)
+    assert (error.message, error.param) == ("max_output_tokens = 0: not this", "max_output_tokens")
     assert renamed("a.b[0]", {"a": "x", "a.b": "y", "b": "z"}) == "y[0]"
 
 

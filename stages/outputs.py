@@ -161,6 +161,7 @@ class ModelInfo:
     family: str | None = None  # the checkpoint's model_type; None: not known
     short_length: int = 0  # tokens; longer sequences have other rotary factors (LongRoPE). 0: all have the same
     kv_layout: KVLayout | None = None  # of a cache of several kinds; `num_blocks` is then kind 0's. None: it has one
+    num_more_host_blocks: tuple[int, ...] = ()  # as `num_host_blocks`, of each kind from 1 on: `KVLayout.host_blocks`
 
 
 @dataclass(frozen=True, slots=True)

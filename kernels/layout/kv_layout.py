@@ -82,6 +82,18 @@ class KVLayout:
         slabs = self.num_slabs if len(self.kinds) > 1 else self.num_blocks[0] / self.blocks_per_slab[0]
         return int(slabs / share * length)
 
+    def host_blocks(self, num_bytes: int, max_model_len: int) -> tuple[int, ...]:
+        """Blocks of each kind for `num_bytes` of host memory, which kinds do not lend to one another.
+
+        As many of each kind as sequences of four windows hold, or of `max_model_len`: longer ones fill the full kind
+        first, shorter ones the windows.
+        """
+        windows = [kind.window for kind in self.kinds if kind.window is not None]
+        length = min(max_model_len, 4 * max(windows, default=max_model_len))
+        shares = [self.most_blocks(kind, length) for kind in range(len(self.kinds))]
+        one = sum(share * kind.block_bytes for share, kind in zip(shares, self.kinds, strict=True))
+        return tuple(share * num_bytes // one for share in shares)
+
     @classmethod
     def uniform(
         cls, kind: KVKind, block_size: int, num_blocks: int, place: Sequence[tuple[int, int] | None] | None = None

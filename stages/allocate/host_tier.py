@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 
+from ...kernels.layout.kv_layout import KVLayout
 from ..messages import NO_INTS, Ints, Rates
 from .block_pool import BlockPool, BlockState
 from .offload_policy import OffloadPolicy
@@ -19,6 +21,7 @@ class _Swapped:
 
     num_tokens: int
     blocks: Ints  # in token order; the last may be partly filled
+    more: tuple[Ints, ...] = ()  # the same of the kinds from 1 on: the last blocks, as far as queries see them
     is_stale: bool = False  # computed before a reset of the prefix cache: must not be shared
 
 
@@ -37,10 +40,23 @@ class HostTier:
     Without `rates`, swapping always pays. A sequence's block is in use from the plan that copies into it until the
     sequence is copied back or given up. Then it is quarantined while a step in flight may still read it, as on the
     device. Blocks that no sequence uses may hold cached prefixes; the least recently used are evicted first.
+
+    With several kinds of memory there is a pool of each. A sequence is copied with the blocks of all kinds, or not at
+    all. `more_blocks` are the sizes of the pools from kind 1 on, and `weights` their blocks' bytes, those of kind 0
+    being 1.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, rates: Rates | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        rates: Rates | None = None,
+        more_blocks: Sequence[int] = (),
+        weights: Sequence[float] = (),
+    ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
+        self.more = tuple(BlockPool(count, block_size) for count in more_blocks)
+        self._weights = weights
         self.rates = rates
         self.offload_policy = OffloadPolicy(block_size)  # of cached prefixes
         self.num_full = 0  # swap-outs that failed for lack of room
@@ -49,22 +65,37 @@ class HostTier:
         self._arriving: list[_Arriving] = []  # blocks of cached prefixes being copied here
         self._last_adopted = -1
 
+    @classmethod
+    def of(
+        cls, num_blocks: int, block_size: int, more_blocks: Sequence[int] = (), layout: KVLayout | None = None
+    ) -> HostTier | None:
+        """The host tier of a cache; None without host blocks. `layout` is that of a cache of several kinds."""
+        if not num_blocks:
+            return None
+        sizes = [] if layout is None else [kind.block_bytes for kind in layout.kinds]
+        return cls(num_blocks, block_size, None, more_blocks, [size / sizes[0] for size in sizes[1:]])
+
     def __len__(self) -> int:
         """Sequences that have blocks here."""
         return len(self._swapped)
 
-    def swap_out(self, sequence_id: int, num_tokens: int) -> Ints | None:
-        """Allocates host blocks for the first `num_tokens` tokens; None: recompute them instead."""
+    def swap_out(self, sequence_id: int, num_tokens: int, more: Sequence[int] = ()) -> Ints | None:
+        """Allocates host blocks for the first `num_tokens` tokens; None: recompute them instead.
+
+        `more` are the blocks of each further kind that the sequence holds: see `more_blocks`.
+        """
         assert sequence_id not in self._swapped, f"sequence {sequence_id} is swapped out twice"
         num_blocks = -(-num_tokens // self.pool.block_size)
-        if self.rates is not None and not self.rates.favour_swap(num_blocks, num_tokens):
+        num_copied = num_blocks + round(sum(map(mul, more, self._weights)))
+        if self.rates is not None and not self.rates.favour_swap(num_copied, num_tokens):
             self.num_dear += 1
             return None
-        if num_blocks > self.pool.num_available:
+        if num_blocks > self.pool.num_available or any(map(_is_over, more, self.more)):
             self.num_full += 1
             return None
         blocks = self.pool.take(num_blocks)
-        self._swapped[sequence_id] = _Swapped(num_tokens, blocks)
+        taken = tuple(pool.take(count) for pool, count in zip(self.more, more, strict=True))
+        self._swapped[sequence_id] = _Swapped(num_tokens, blocks, taken)
         return blocks
 
     def sequence_ids(self) -> list[int]:
@@ -80,11 +111,17 @@ class HostTier:
         """The host blocks of the sequence, in token order."""
         return self._swapped[sequence_id].blocks
 
+    def more_blocks(self, sequence_id: int) -> tuple[Ints, ...]:
+        """The host blocks of the sequence, in token order, of each kind from 1 on."""
+        return self._swapped[sequence_id].more
+
     def release(self, sequence_id: int, last_step: int, completed_step: int) -> None:
         """Frees the sequence's blocks; step `last_step` may still touch them. Ignores unknown ids."""
         swapped = self._swapped.pop(sequence_id, None)
         if swapped is not None:
             self.pool.give_back(swapped.blocks, last_step, completed_step)
+            for pool, blocks in zip(self.more, swapped.more, strict=True):
+                pool.give_back(blocks, last_step, completed_step)
 
     def is_stale(self, sequence_id: int) -> bool:
         """Whether the sequence's blocks were computed before a reset of the prefix cache."""
@@ -96,6 +133,8 @@ class HostTier:
         """Forgets all cached blocks and marks swapped sequences as stale, as the cache was reset."""
         self._swapped = {key: replace(swapped, is_stale=True) for key, swapped in self._swapped.items()}
         self.pool.forget_kept()
+        for pool in self.more:
+            pool.forget_kept()
 
     def adopt(self, count: int, step: int, generation: int, completed_step: int) -> Ints:
         """Allocates up to `count` blocks for cached prefixes, which `step` copies.
@@ -124,6 +163,8 @@ class HostTier:
         generation and will not run.
         """
         self.pool.complete_steps(completed_step)
+        for pool in self.more:
+            pool.complete_steps(completed_step)
         if not self._arriving:
             return []
         arriving, self._arriving = self._arriving, []
@@ -145,10 +186,23 @@ class HostTier:
         self._swapped.clear()
         self._arriving.clear()
         self.pool.seize_all(last_step)
+        for pool in self.more:
+            pool.seize_all(last_step)
 
     def check(self) -> None:
         """Raises AssertionError unless each block in use belongs to exactly one sequence (I3, I4)."""
-        self.pool.check()
-        held = sorted(block for swapped in self._swapped.values() for block in swapped.blocks.tolist())
-        assert len(set(held)) == len(held), "two sequences have one block on the host"
-        assert len(held) == self.pool.num_in_use, f"{self.pool.num_in_use} host blocks are in use, {len(held)} are held"
+        swapped = self._swapped.values()
+        _check_held(self.pool, [each.blocks for each in swapped])
+        for kind, pool in enumerate(self.more):
+            _check_held(pool, [each.more[kind] for each in swapped])
+
+
+def _check_held(pool: BlockPool, blocks: Sequence[Ints]) -> None:
+    pool.check()
+    held = sorted(block for each in blocks for block in each.tolist())
+    assert len(set(held)) == len(held), "two sequences have one block on the host"
+    assert len(held) == pool.num_in_use, f"{pool.num_in_use} host blocks are in use, {len(held)} are held"
+
+
+def _is_over(count: int, pool: BlockPool) -> bool:
+    return count > pool.num_available

@@ -196,7 +196,7 @@ class CoreStages:
             first_step=first_step,
         )
         cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
-        host = HostTier(info.num_host_blocks, info.block_size) if info.num_host_blocks else None
+        host = HostTier.of(info.num_host_blocks, info.block_size, info.num_more_host_blocks, info.kv_layout)
         sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
         self.allocate = Allocate(*sizes, cache, host)
         self.execute, self.sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)

@@ -78,6 +78,15 @@ def test_one_sequence_needs_whole_slabs_of_each_kind() -> None:
     assert layout.slabs_of_one(1) == 2 and layout.slabs_of_one(5) == 1 + 2
 
 
+def test_host_memory_is_split_as_sequences_of_four_windows_hold_it() -> None:
+    layout = KVLayout.of([kind(1, 1024), kind(3, 1024, 8)], 4, MIB)
+    one = 8 * 1024 + 3 * 3 * 1024  # 32 tokens: 8 blocks, and 3 of the window
+    assert layout.host_blocks(10 * one, 4096) == (80, 30)
+    assert layout.host_blocks(10 * one + one - 1, 4096)[0] < 88
+    assert layout.host_blocks(5 * (2 + 2 * 3) * 1024, 8) == (10, 10), "no sequence is as long as the window"
+    assert KVLayout.of([kind(4, 1000)], 16, MIB).host_blocks(41_999, 100) == (10,)
+
+
 def test_gemma_3_of_270m_holds_over_five_times_the_tokens_at_32k() -> None:
     """18 layers of 1 KiB a token: 32k tokens take 576 MiB uniformly, and 104 MiB by kinds."""
     layer_bytes = 16 * KIB

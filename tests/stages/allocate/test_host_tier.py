@@ -49,6 +49,41 @@ def test_a_victims_blocks_are_copied_to_the_host_and_freed_when_that_step_is_don
     allocator.check()
 
 
+def kinds_on_host(more_blocks: list[int], rates: Rates | None = None) -> HostTier:
+    """Four blocks of kind 0, of 2 tokens; a block of kind 1 is five times as large."""
+    return HostTier(4, 2, rates, more_blocks, [5.0])
+
+
+def test_a_sequence_is_swapped_with_the_blocks_of_all_kinds_or_not_at_all():
+    host = kinds_on_host([3])
+    assert host.swap_out(1, 3, [2]) is not None
+    assert [len(blocks) for blocks in host.more_blocks(1)] == [2]
+    assert host.swap_out(2, 3, [2]) is None and host.num_full == 1, "one block of kind 1 is left"
+    assert host.pool.num_available == 2, "nothing is taken for what does not fit"
+    host.check()
+    host.release(1, 5, 4)
+    assert host.more[0].num_quarantined == 2
+    host.complete_steps(5, [], 0)
+    assert host.swap_out(2, 3, [2]) is not None
+    host.check()
+
+
+def test_copying_is_weighed_by_the_bytes_of_all_kinds():
+    rates = Rates(copy_s=1.0, compute_s=4.0)  # of a block of kind 0, and of a token
+    assert kinds_on_host([3], rates).swap_out(1, 3, [0]) is not None  # 2 * 2 blocks against 3 tokens
+    host = kinds_on_host([3], rates)
+    assert host.swap_out(1, 3, [1]) is None and host.num_dear == 1  # 2 * (2 + 5)
+
+
+def test_after_a_crash_the_host_blocks_of_all_kinds_are_free_again():
+    host = kinds_on_host([3])
+    host.swap_out(1, 3, [2])
+    host.forget_all(7)
+    host.complete_steps(7, [], 0)
+    assert host.pool.num_free == 4 and host.more[0].num_free == 3
+    host.check()
+
+
 def test_cached_prefixes_are_contiguous_on_the_host_however_few_come_at_a_time():
     host = HostTier(64, block_size=32)  # eight runs of eight blocks
 

@@ -1,28 +1,26 @@
 """Simulation of several engines behind one router, in virtual time.
 
 The router's rule, its index of cached prefixes and its view of each engine are the ones that serve; each engine is a
-`SimulatedEngine`. As in serving, an engine reports at intervals, and the router counts itself what it has sent since.
-Between two reports the engines do not depend on each other, so several processes can advance them (`EngineGroup`).
+`SimulatedEngine`. As in serving, an engine reports at intervals, and the router counts what it has sent since. Between
+two reports the engines do not depend on each other, so several groups of them can work at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from ..allocate.key_changes import KeyDelta
 from ..allocate.prefix_cache import PrefixCache
-from ..routing.engine_load import EngineLoad, EngineView
+from ..routing.engine_load import EngineView
 from ..routing.policies import LeastWork, RoutingPolicy
 from ..routing.prefix_index import PrefixIndex
 from ..routing.score import NO_COSTS, RequestFacts, prompt_s
-from .cost_model import CostModel
+from .engine_group import EngineGroup, EngineReport, EngineResult, Sent
 from .format import RecordedEngine
-from .simulated_engine import AdmissionLimits, SimulatedEngine
-from .simulation_result import SimulationResult, merged
+from .simulation_result import RequestOutcome, SimulationResult, merged
 from .workloads import Workload, WorkloadRequest
 
 REPORT_S = 0.1  # between two reports of an engine
@@ -31,66 +29,22 @@ FIRST_ANSWER = 256.0  # tokens expected of an answer before any has ended
 MEMORY = 0.99  # of the mean length of answers: the weight of those before
 
 
-class EngineReport(NamedTuple):
-    """What an engine tells at the end of an interval."""
+class Death(NamedTuple):
+    """An engine is lost, and starts again empty."""
 
-    load: EngineLoad
-    keys: KeyDelta
-    ended: Sequence[tuple[int, int]]  # (number, tokens of its answer) of requests
-
-
-class EngineGroup:
-    """Engines that one process advances."""
-
-    def __init__(
-        self,
-        numbers: Sequence[int],
-        engine: RecordedEngine,
-        model: CostModel,
-        admission: AdmissionLimits | None = None,
-    ) -> None:
-        self._engines = {number: SimulatedEngine(engine, model, admission) for number in numbers}
-        for one in self._engines.values():
-            one.watch_keys()
-
-    def advance(
-        self, sent: Iterable[tuple[int, int, WorkloadRequest]], until_s: float
-    ) -> list[tuple[int, EngineReport]]:
-        """Gives (engine, number, request) to the engines, and lets them work until then.
-
-        Returns the reports of those to which anything happened.
-        """
-        for engine, number, request in sent:
-            self._engines[engine].expect(number, request)
-        reports = []
-        for engine, one in self._engines.items():
-            if one.next_event_s < until_s:
-                one.advance(until_s)
-                ended = [(number, one.outcomes[number].num_tokens) for number in one.take_ended()]
-                reports.append((engine, EngineReport(one.load(), one.take_keys(), ended)))
-        return reports
-
-    def results(self) -> list[tuple[int, dict[int, int], SimulationResult]]:
-        """(engine, place in the result's outcomes by request, result) of each engine."""
-        return [
-            (engine, {number: place for place, number in enumerate(one.outcomes)}, one.result())
-            for engine, one in self._engines.items()
-        ]
-
-    @property
-    def next_event_s(self) -> float:
-        """When something happens next in any of them."""
-        return min(one.next_event_s for one in self._engines.values())
+    at_s: float
+    engine: int
+    restart_s: float = 30.0  # until it takes requests again
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class FleetResult:
     """The result of a simulation of several engines."""
 
     whole: SimulationResult  # of all of them
-    engines: list[SimulationResult]
-    most_waiting: int = 0  # in any engine
-    chosen: list[int] = field(default_factory=list)  # the engine of each request
+    engines: Sequence[SimulationResult]
+    chosen: Sequence[int]  # the engine to which each request was sent first
+    num_resumed: int  # requests sent to another engine, as theirs was lost
 
     def summary(self) -> dict[str, float | int | None]:
         """The figures of one engine's table, and how even the load was."""
@@ -100,58 +54,70 @@ class FleetResult:
         return figures | {
             "engines": len(self.engines),
             "cached_tokens": self.whole.num_hits,
-            "imbalance": float(busy_s.max() / max(busy_s.mean(), 1e-9)),  # busiest engine by the mean
+            "imbalance": float(busy_s.max() / max(busy_s.mean(), 1e-9)),  # the busiest engine, by the mean
+            "resumed": self.num_resumed,
         }
 
 
 class FleetSimulation:
-    """One run of a trace over `num_engines` equal engines. `run` it once."""
+    """One run of a trace over the engines of `groups`, numbered from 0. `run` it once."""
 
     def __init__(
         self,
-        num_engines: int,
+        groups: Mapping[int, EngineGroup],
         engine: RecordedEngine,
-        model: CostModel,
         policy: RoutingPolicy,
-        admission: AdmissionLimits | None = None,
+        deaths: Sequence[Death] = (),
     ) -> None:
+        """groups: the group of each engine. engine: what all of them are."""
         self._engine, self._policy = engine, policy
-        self._groups = [EngineGroup(range(num_engines), engine, model, admission)]
-        self._views = [EngineView(number) for number in range(num_engines)]
+        self._group_of = groups
+        self._groups = list({id(group): group for group in groups.values()}.values())
+        self._views = {number: EngineView(number) for number in sorted(groups)}
         self._index = PrefixIndex()
         self._keys = PrefixCache(engine.block_size)  # of prompts, as the engines make them
         self._answer = FIRST_ANSWER  # mean tokens of answers
         self._in_flight: dict[int, tuple[int, float]] = {}  # request -> (engine, its work)
-        self._chosen: list[int] = []
+        self._chosen: dict[int, int] = {}
+        self._deaths = sorted(deaths)
+        self._away_until_s: dict[int, float] = {}  # by engine
+        self._num_resumed = 0
 
     def run(self, trace: Workload) -> FleetResult:
         """Serves every request of the trace, until the last has ended."""
         requests, place, until_s = trace.requests, 0, REPORT_S
+        sent: dict[int, list[Sent]] = {}
         while True:
-            sent = []
             while place < len(requests) and requests[place].arrival_s < until_s:
-                sent.append((self._route(place, requests[place]), place, requests[place]))
+                self._route(place, requests[place], requests[place].arrival_s, sent)
                 place += 1
             for group in self._groups:
-                for engine, report in group.advance(sent, until_s):
-                    self._note(engine, report)
-            next_s = min(group.next_event_s for group in self._groups)
-            if place < len(requests):
-                next_s = min(next_s, requests[place].arrival_s)
+                group.begin(sent.pop(id(group), ()), until_s)
+            next_s = requests[place].arrival_s if place < len(requests) else np.inf
+            for group in self._groups:
+                report = group.finish()
+                next_s = min(next_s, report.next_event_s)
+                for engine, told in report.engines:
+                    self._note(engine, told)
+            while self._deaths and self._deaths[0].at_s <= until_s:
+                self._lose(self._deaths.pop(0), until_s, requests, sent)
+            if sent:
+                next_s = until_s
             if next_s == np.inf:
-                return self._close()
-            until_s += REPORT_S * max(1, int((next_s - until_s) / REPORT_S))  # an interval in which nothing happens
+                return self._result()
+            until_s += REPORT_S * max(1, int((next_s - until_s) / REPORT_S))  # past intervals in which nothing happens
 
-    def _route(self, number: int, request: WorkloadRequest) -> int:
-        """Chooses the engine of a request as it arrives."""
+    def _route(self, number: int, request: WorkloadRequest, now_s: float, sent: dict[int, list[Sent]]) -> None:
+        """Sends a request to an engine as it arrives."""
         keys: list[bytes] = []
         if self._engine.enable_prefix_caching and (request.hash_ids or request.token_ids is not None):
             keys = self._keys.keys_of(request.tokens(number), request.cache_salt, adapter=request.adapter)
-        now_s, size = request.arrival_s, self._engine.block_size
-        runs = self._index.runs(keys, range(len(self._views)), now_s)
-        cached = {engine: run * size for engine, run in runs.items()}
+        views = [view for view in self._views.values() if self._away_until_s.get(view.engine, now_s) <= now_s]
+        views = views or list(self._views.values())  # all are starting: they wait in one of them
+        runs = self._index.runs(keys, (view.engine for view in views), now_s)
+        cached = {engine: run * self._engine.block_size for engine, run in runs.items()}
         facts = RequestFacts(request.num_prompt, self._answer)
-        engine = self._policy.choose(facts, self._views, cached)
+        engine = self._policy.choose(facts, views, cached)
         self._index.expect(engine, keys, now_s, now_s + EXPECTED_S)
         view = self._views[engine]
         costs = NO_COSTS if view.load is None else view.load.costs
@@ -162,24 +128,57 @@ class FleetSimulation:
             work = self._policy.work_of(facts)
             self._policy.work[engine] = self._policy.work.get(engine, 0.0) + work
         self._in_flight[number] = engine, work
-        self._chosen.append(engine)
-        return engine
+        self._chosen.setdefault(number, engine)
+        sent.setdefault(id(self._group_of[engine]), []).append((engine, number, request))
 
     def _note(self, engine: int, report: EngineReport) -> None:
         self._views[engine].note_load(report.load)
         self._index.add(engine, report.keys.added)
         self._index.remove(engine, report.keys.removed)
         for number, num_tokens in report.ended:
-            _, work = self._in_flight.pop(number)
-            if isinstance(self._policy, LeastWork):
-                self._policy.work[engine] -= work
+            self._forget(number)
             if num_tokens:
                 self._answer = MEMORY * self._answer + (1 - MEMORY) * num_tokens
 
-    def _close(self) -> FleetResult:
-        results = sorted((one for group in self._groups for one in group.results()), key=lambda one: one[0])
-        whole = merged([result for _, _, result in results])
-        whole.outcomes = [
-            results[engine][2].outcomes[results[engine][1][number]] for number, engine in enumerate(self._chosen)
-        ]
-        return FleetResult(whole, [result for _, _, result in results], chosen=self._chosen)
+    def _forget(self, number: int) -> None:
+        engine, work = self._in_flight.pop(number)
+        if isinstance(self._policy, LeastWork):
+            self._policy.work[engine] -= work
+
+    def _lose(
+        self, death: Death, now_s: float, requests: Sequence[WorkloadRequest], sent: dict[int, list[Sent]]
+    ) -> None:
+        """An engine is lost: its requests go on elsewhere, with what they have of their answers."""
+        engine = death.engine
+        self._away_until_s[engine] = now_s + death.restart_s
+        self._index.drop(engine)
+        self._views[engine] = EngineView(engine)
+        for number, num_done in self._group_of[engine].kill(engine):
+            self._forget(number)
+            self._num_resumed += 1
+            self._route(number, replace(requests[number], num_done=num_done, sent_s=now_s), now_s, sent)
+
+    def _result(self) -> FleetResult:
+        results = sorted((one for group in self._groups for one in group.results()), key=lambda one: one.engine)
+        whole = merged([one.result for one in results])
+        whole.outcomes = _joined(results)
+        engines = {one.engine: [other.result for other in results if other.engine == one.engine] for one in results}
+        return FleetResult(
+            whole,
+            [merged(lives) for lives in engines.values()],
+            [self._chosen[number] for number in sorted(self._chosen)],
+            self._num_resumed,
+        )
+
+
+def _joined(results: Sequence[EngineResult]) -> list[RequestOutcome]:
+    """The outcome of each request, by number: of one that was resumed, its first token and its end."""
+    found: dict[int, RequestOutcome] = {}
+    for one in results:
+        for number, outcome in one.outcomes.items():
+            other = found.setdefault(number, outcome)
+            if other is not outcome:
+                last, first = (outcome, other) if other.end_s is None else (other, outcome)
+                firsts = [each.first_token_s for each in (first, last) if each.first_token_s is not None]
+                found[number] = replace(last, first_token_s=min(firsts, default=None))
+    return [found[number] for number in sorted(found)]

@@ -105,7 +105,8 @@ class SimulatedEngine:
     def expect(self, number: int, request: WorkloadRequest) -> None:
         """The request will arrive: not before those expected earlier, nor before the time reached."""
         self.num_expected += 1
-        self._upcoming.append((request.arrival_s + self._model.front_s, number, request))
+        sent_s = request.arrival_s if request.sent_s is None else request.sent_s
+        self._upcoming.append((sent_s + self._model.front_s, number, request))
 
     @property
     def next_event_s(self) -> float:
@@ -166,6 +167,18 @@ class SimulatedEngine:
         ended, self._ended = self._ended, []
         return ended
 
+    def unfinished(self) -> list[tuple[int, int]]:
+        """(number, tokens of its answer so far) of each request that it has not ended, in order of arrival."""
+        table = self.core.schedule.scheduler.slots
+        done = {
+            sequence.sequence_id: len(table.known_tokens(sequence) if sequence.slot >= 0 else sequence.token_ids)
+            - sequence.num_prompt
+            for sequence in self.core.schedule.scheduler.sequences.values()
+        }
+        done = {request.first_sequence_id: _num_done(request) for request in self._tokenized} | done
+        here = [number for number, outcome in self.outcomes.items() if outcome.how == "unfinished"]
+        return [(number, done[number]) for number in here] + [(one[1], one[2].num_done) for one in self._upcoming]
+
     # -- the loop of the stages
 
     def _turn(self, batch: list[Any]) -> None:
@@ -214,7 +227,10 @@ class SimulatedEngine:
             self._ended.append(number)
         for request in out.passed:
             args = (request.request_id, 0, tokens, params, number, request.priority, request.arrival_s)
-            self._tokenized.append(TokenRequest(*args, request.cache_salt, adapter=request.adapter))
+            done = workload_request.num_done
+            generated = {0: np.zeros(done, np.int32)} if done else None
+            more = TokenRequest(*args, request.cache_salt, adapter=request.adapter, generated=generated)
+            self._tokenized.append(more)
             if workload_request.leaves_s is not None:
                 heapq.heappush(self._leaving, (workload_request.arrival_s + workload_request.leaves_s, number))
 
@@ -284,3 +300,8 @@ class SimulatedEngine:
         if cache is not None:
             result.num_queries, result.num_hits = cache.num_queries, cache.num_hits
         return result
+
+
+def _num_done(request: TokenRequest) -> int:
+    """Tokens of the answer with which a request comes."""
+    return 0 if request.generated is None else len(request.generated[0])

@@ -39,6 +39,8 @@ class WorkloadRequest:
     cache_salt: str = ""
     adapter: str = ""  # the digest of its adapter; "": the base model
     repeats: Repetition | None = None  # how the answer repeats earlier text; None: nowhere, or unknown
+    num_done: int = 0  # tokens of the answer that another engine has made, which was lost
+    sent_s: float | None = None  # when it was sent to this one since the trace began; None: on its arrival
 
     def tokens(self, number: int) -> Ints:
         """Ids [P] that equal another request's as far as the trace says so.

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from millrace.stages.recordings.cost_model import CostModel
-from millrace.stages.recordings.fleet_simulation import FleetResult, FleetSimulation
+from millrace.stages.recordings.engine_group import EnginesHere
+from millrace.stages.recordings.fleet_simulation import Death, FleetResult, FleetSimulation
 from millrace.stages.recordings.format import RecordedEngine
 from millrace.stages.recordings.simulation import Simulation
 from millrace.stages.recordings.workloads import Workload, WorkloadRequest
@@ -46,8 +47,10 @@ def drawn(count: int, rate: float, prompts: int, seed: int = 0) -> Workload:
     )
 
 
-def run(trace: Workload, policy: str, engines: int = 4) -> FleetResult:
-    return FleetSimulation(engines, ENGINE, COSTS, POLICIES[policy]()).run(trace)
+def run(trace: Workload, policy: str, engines: int = 4, groups: int = 1, deaths: Sequence[Death] = ()) -> FleetResult:
+    made = [EnginesHere(range(first, engines, groups), ENGINE, COSTS) for first in range(groups)]
+    by_engine = {engine: made[engine % groups] for engine in range(engines)}
+    return FleetSimulation(by_engine, ENGINE, POLICIES[policy](), deaths).run(trace)
 
 
 def outcomes(result: Sequence[object]) -> list[str]:
@@ -84,3 +87,21 @@ def test_one_hot_prompt_is_spread_over_all_engines_once_one_is_busy():
     assert set(scored.chosen) == {0, 1, 2, 3}
     assert scored.summary()["ttft_p99_ms"] <= 1.1 * least.summary()["ttft_p99_ms"]
     assert set(run(trace, "prefix-only").chosen) < {0, 1, 2, 3}, "that rule sends all to those that have it"
+
+
+def test_engines_in_several_groups_serve_as_those_in_one():
+    trace = drawn(60, 30.0, 6)
+    one, three = run(trace, "millrace"), run(trace, "millrace", groups=3)
+    assert one.chosen == three.chosen and one.summary() == three.summary()
+
+
+def test_requests_of_a_lost_engine_go_on_elsewhere_with_the_tokens_they_have():
+    trace = drawn(60, 30.0, 6)
+    result, whole = run(trace, "least-work", deaths=[Death(1.0, 2, 0.5), Death(1.3, 0)]), run(trace, "least-work")
+    assert result.num_resumed > 3
+    assert {outcome.how for outcome in result.whole.outcomes} == {"finished"}
+    for outcome, undisturbed in zip(result.whole.outcomes, whole.whole.outcomes, strict=True):
+        assert outcome.num_tokens == undisturbed.num_tokens and outcome.arrival_s == undisturbed.arrival_s
+        assert outcome.first_token_s is not None and outcome.end_s is not None
+        assert outcome.arrival_s < outcome.first_token_s <= outcome.end_s
+    assert len(result.engines) == 4, "the lives of an engine are one in the figures"

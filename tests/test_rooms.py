@@ -122,6 +122,7 @@ BELOW = {
     "deploy/cli/bench": "deploy",
     "deploy/cli/doctor": "deploy deploy/http deploy/api",
     "deploy/cli/other_engines": "",
+    "deploy/cli/simulate": "deploy deploy/settings",
     "deploy/dashboard/playback": "deploy deploy/metrics deploy/api/schema deploy/websocket deploy/dashboard",
     "deploy/cli": "deploy deploy/settings deploy/cli/other_engines deploy/http deploy/ray deploy/websocket "
     "deploy/dashboard deploy/dashboard/playback deploy/server",

@@ -303,6 +303,16 @@ def _add_simulate(commands: Any) -> None:
     simulate.add_argument("--set", action="append", metavar="NAME=VALUE", help=text)
     text = "values to try for a setting; may be repeated, to try all combinations"
     simulate.add_argument("--sweep", action="append", metavar="NAME=A,B,C", help=text)
+    text = "simulate so many engines behind a router, with a row for each --policy"
+    simulate.add_argument("--fleet", type=int, metavar="N", help=text)
+    text = "rules of the router: millrace, least-work, round-robin, prefix-only; several with commas, or all"
+    simulate.add_argument("--policy", metavar="LIST", default="millrace", help=text)
+    text = "lose an engine of the fleet at that time; may be repeated"
+    simulate.add_argument("--kill", action="append", metavar="ENGINE@SECONDS", help=text)
+    text = "seconds until a lost engine takes requests again (default: 30)"
+    simulate.add_argument("--restart-s", type=float, metavar="X", default=30.0, help=text)
+    text = "processes that simulate a fleet (default: one for each core, with 4 engines or more in each)"
+    simulate.add_argument("--processes", type=int, metavar="N", help=text)
     simulate.add_argument("--max-requests", type=int, metavar="N", help="simulate only the first N requests")
     text = "factor for the time between arrivals (default: 1)"
     simulate.add_argument("--scale-times", type=float, metavar="X", default=1.0, help=text)

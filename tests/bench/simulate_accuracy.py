@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.deploy.cli.simulate import run_one
+from millrace.deploy.cli.simulate.sweeps import run_one
 from millrace.stages.config import EngineConfig
 from millrace.stages.engine.engine import Engine
 from millrace.stages.messages import Prompt, Request

@@ -246,7 +246,7 @@ def test_a_trace_that_is_none_is_refused_with_its_line(tmp_path: Path, content: 
 
 @pytest.mark.slow
 def test_replay_and_simulation_start_without_torch_and_without_a_server():
-    modules = ("deploy.cli.replay", "deploy.cli.simulate", "stages.recordings.time_machine")
+    modules = ("deploy.cli.replay", "deploy.cli.simulate.sweeps", "stages.recordings.time_machine")
     code = "; ".join(f"import millrace.{module}" for module in modules)
     code += "; import sys; print(sorted({'torch', 'transformers', 'aiohttp'} & set(sys.modules)))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,7 @@
-"""`millrace simulate`: runs a trace through the real scheduler with other settings, without the device."""
+"""`millrace simulate`: runs a trace through the real scheduler with other settings, without the device.
+
+With `--fleet`, through several behind a router: `fleet.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,18 @@ from typing import Any
 
 import orjson
 
-from ...stages.config import EngineConfig
-from ...stages.errors import ConfigError
-from ...stages.recordings.cost_model import FittedCostModel, fit
-from ...stages.recordings.format import RecordedEngine
-from ...stages.recordings.reader import Recording, RecordingError
-from ...stages.recordings.simulated_engine import AdmissionLimits
-from ...stages.recordings.simulation import Simulation
-from ...stages.recordings.workloads import Workload, read_trace
-from ...stages.schedule.policy import Policy, make_policy
-from ..config import ServerConfig
-from ..settings.sources import parse
+from ....stages.config import EngineConfig
+from ....stages.errors import ConfigError
+from ....stages.recordings.cost_model import FittedCostModel, fit
+from ....stages.recordings.format import RecordedEngine
+from ....stages.recordings.reader import Recording, RecordingError
+from ....stages.recordings.simulated_engine import AdmissionLimits
+from ....stages.recordings.simulation import Simulation
+from ....stages.recordings.workloads import Workload, read_trace
+from ....stages.schedule.policy import Policy, make_policy
+from ...config import ServerConfig
+from ...settings.sources import parse
+from .fleet import check_fleet, policies, run_fleet
 
 UNREADABLE = 3
 FIT = "fit-from-recording"
@@ -46,6 +50,7 @@ COLUMNS = {  # figure -> heading and digits
     "cache_hit_rate": ("cached", 3),
     "device_busy": ("busy", 3),
 }
+FLEET_COLUMNS = {"cached_tokens": ("cached", 0), "imbalance": ("max/mean", 2), "resumed": ("resumed", 0)}
 PANELS = {  # title -> its curves
     "throughput, tokens/s": {"output": "output_tokens_per_s"},
     "time to first token, ms": {"p50": "ttft_p50_ms", "p99": "ttft_p99_ms"},
@@ -84,7 +89,9 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
 
 
 def simulate(options: argparse.Namespace) -> list[SimulationRow]:
-    """Runs each combination of the swept settings. Raises `RecordingError` or `ConfigError`."""
+    """Runs each combination of the swept settings; of a fleet, with each rule. Raises as `_apply` and `fit` do."""
+    if options.fleet is not None:
+        check_fleet(options)
     fitted = _fitted(options)
     print(_describe(fitted), file=sys.stderr)
     if options.save_cost_model is not None:
@@ -99,7 +106,17 @@ def simulate(options: argparse.Namespace) -> list[SimulationRow]:
     combinations = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
     if not trace.has_repeats and any(_most_drafts(fitted.engine, {**fixed, **varied}) for varied in combinations):
         print("the trace has no repetitions in answers: speculation = off", file=sys.stderr)
-    return [SimulationRow(varied, run_one(trace, fitted, {**fixed, **varied})) for varied in combinations]
+    if options.fleet is None:
+        return [SimulationRow(varied, run_one(trace, fitted, {**fixed, **varied})) for varied in combinations]
+    rows = []
+    for varied in combinations:
+        engine, limits, policy = _apply(fitted.engine, {**fixed, **varied})
+        if policy is not None:
+            raise ConfigError("--fleet: its engines keep the scheduler of the recording; leave out scheduler = ...")
+        for name in policies(options.policy):
+            figures = run_fleet(options, trace, engine, fitted.model, limits, name)
+            rows.append(SimulationRow({**varied, "policy": name}, figures))
+    return rows
 
 
 def run_one(trace: Workload, fitted: FittedCostModel, settings: Mapping[str, Any]) -> dict[str, float | int | None]:
@@ -116,10 +133,11 @@ def run_one(trace: Workload, fitted: FittedCostModel, settings: Mapping[str, Any
 
 def table(rows: Sequence[SimulationRow]) -> str:
     """The runs as a table, one line each."""
-    lines = [["settings", *(heading for heading, _ in COLUMNS.values())]]
+    columns = COLUMNS | (FLEET_COLUMNS if "engines" in rows[0].figures else {})
+    lines = [["settings", *(heading for heading, _ in columns.values())]]
     for row in rows:
         cells = [row.label]
-        for name, (_, digits) in COLUMNS.items():
+        for name, (_, digits) in columns.items():
             figure = row.figures[name]
             cells.append("-" if figure is None else f"{figure:.{digits}f}")
         lines.append(cells)

@@ -1,0 +1,60 @@
+"""`millrace simulate --fleet`: a table with a row for each rule of the router."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from millrace.deploy.cli.main import main
+from millrace.stages.recordings.cost_model import FittedCostModel
+from tests.stages.recordings.test_fleet_simulation import COSTS, ENGINE
+
+TRACE = [  # as Mooncake's: milliseconds, and ids of blocks of 512 tokens
+    {"timestamp": 40 * at, "input_length": 1100, "output_length": 9, "hash_ids": [at % 7, 100 + at % 7]}
+    for at in range(50)
+]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    (tmp_path / "trace.jsonl").write_bytes(b"\n".join(map(orjson.dumps, TRACE)))
+    FittedCostModel(COSTS, ENGINE).save(tmp_path / "model.json")
+    return ["--trace", str(tmp_path / "trace.jsonl"), "--cost-model", str(tmp_path / "model.json")]
+
+
+def test_each_rule_has_a_row_and_two_processes_give_the_figures_of_one(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    fleet = ["simulate", *files, "--fleet", "4", "--kill", "1@0.9s", "--restart-s", "0.5"]
+    figures = []
+    for count, policy in (("1", "all"), ("2", "millrace")):
+        save = tmp_path / f"result{count}.json"
+        assert main([*fleet, "--policy", policy, "--processes", count, "--save-result", str(save)]) == 0
+        figures.append(orjson.loads(save.read_bytes()))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[-3:] == ["cached", "max/mean", "resumed"]
+    rules = [line.split()[0] for line in lines[1:5]]
+    assert rules == ["policy=millrace", "policy=least-work", "policy=round-robin", "policy=prefix-only"]
+    assert figures[0][:1] == figures[1]
+    assert all(row["finished"] == 50 and row["engines"] == 4 for row in figures[0])
+    assert figures[0][0]["cached_tokens"] > figures[0][2]["cached_tokens"] and figures[0][2]["resumed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--fleet", "0"], "--fleet 0: must be 1 to 4096"),
+        (["--fleet", "2", "--processes", "0"], "--processes 0: must be 1 to 4096"),
+        (["--fleet", "2", "--policy", "best"], "'best' is no rule; must be of millrace, least-work,"),
+        (["--fleet", "2", "--kill", "2@1"], "--kill 2@1: must be of the engines 0 to 1, at 0 seconds or later"),
+        (["--fleet", "2", "--kill", "0"], "--kill 0: must be ENGINE@SECONDS"),
+        (["--fleet", "2", "--set", "scheduler=fifo"], "leave out scheduler"),
+    ],
+)
+def test_options_that_make_no_fleet_are_named(
+    files: list[str], options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["simulate", *files, *options]) == 3
+    assert reason in capsys.readouterr().err

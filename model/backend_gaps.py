@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from .spec import AttentionSpec, DecoderSpec, FeedSpec, LatentSpec, LayerSpec, MoeSpec, RecurrentSpec
+from .spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MoeSpec, RecurrentSpec
 
 Backend = Literal["native", "torch", "triton"]
 
@@ -16,7 +16,7 @@ def missing(spec: DecoderSpec, backend: Backend) -> list[str]:
     if spec.embedding.width not in (None, spec.hidden_size):
         found[f"an embedding of {spec.embedding.width} numbers beside layers of {spec.hidden_size}"] = None
     for layer in dict.fromkeys(spec.layers):
-        found.update(dict.fromkeys(_of_layer(layer)))
+        found.update(dict.fromkeys(_of_layer(layer, backend)))
         if isinstance(layer.mixer, AttentionSpec):
             found.update(dict.fromkeys(_of_kernels(layer.mixer, backend)))
     if len({_sizes(attention) for attention in spec.attentions}) > 1:
@@ -31,8 +31,8 @@ def _sizes(attention: AttentionSpec) -> tuple[int, ...]:
     return attention.num_heads, attention.num_kv_heads, attention.head_dim
 
 
-def _of_layer(layer: LayerSpec) -> Iterator[str]:
-    """What no backend has yet."""
+def _of_layer(layer: LayerSpec, backend: Backend) -> Iterator[str]:
+    """What no backend has yet, but experts."""
     mixer, feed = layer.mixer, layer.feed
     if isinstance(mixer, RecurrentSpec):
         yield f"recurrent layers: {mixer.kind}"
@@ -42,7 +42,7 @@ def _of_layer(layer: LayerSpec) -> Iterator[str]:
         yield "layers without attention"
     else:
         yield from _of_attention(mixer)
-    if isinstance(feed, MoeSpec):
+    if isinstance(feed, MoeSpec) and backend != "native":
         yield "experts"
     elif feed is None:
         yield "layers without a feed-forward network"
@@ -97,5 +97,14 @@ def _of_native_step(spec: DecoderSpec) -> Iterator[str]:
     if not spec.head.scale > 0:
         yield f"logits times {spec.head.scale:g}"
     for layer in dict.fromkeys(spec.layers):
-        if isinstance(layer.feed, FeedSpec) and layer.feed.activation == "swiglu_clamped":
-            yield f"the activation {layer.feed.activation}"
+        if isinstance(layer.feed, MoeSpec):
+            yield from _of_native_experts(layer.feed)
+
+
+def _of_native_experts(moe: MoeSpec) -> Iterator[str]:
+    if moe.shared is not None and moe.dense_beside is not None:
+        yield "shared experts beside another network"
+    if moe.router.input_norm is not None:
+        yield "a norm of what the router reads"
+    if moe.expert.activation == "xielu":
+        yield "experts with the activation xielu"

@@ -45,11 +45,8 @@ def takes_groups_of(group_size: int) -> bool:
 def own_formats(shape: NativeShape, group_size: int) -> dict[str, GroupedFormat]:
     """Formats of the matrices that `set_tensor` quantizes for the setting int4; the head gets int8."""
     int4 = GroupedFormat(bits=4, group=group_size, zero=8, scale="bf16")
-    names = [name for name in tensors.LAYER_KINDS if name.endswith("_proj.weight")]
-    formats = {f"model.layers.{layer}.{name}": int4 for layer in range(shape.num_layers) for name in names}
-    for layer in range(shape.num_layers):
-        if not shape.layers[layer].is_gated:
-            del formats[f"model.layers.{layer}.mlp.gate_proj.weight"]
+    products = (product for layer in range(shape.num_layers) for product in tensors.matrices_of(shape, layer))
+    formats = {name: int4 for product in products for name in product}
     head = "model.embed_tokens.weight" if shape.is_tied else "lm_head.weight"
     return formats | {head: GroupedFormat(bits=8, group=group_size, zero=128, scale="bf16")}
 
@@ -73,13 +70,9 @@ def packable(
         if tensors.is_matrix(name, True) and why_not(form, num_columns(shape, name)) is None
     }
     for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
-        qkv = [f"{prefix}self_attn.{part}_proj.weight" for part in "qkv"]
-        gate_up = [f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up")]
-        if not shape.layers[layer].is_gated:
-            gate_up = []
         are_whole = shape.head_dim * shape.num_heads % _PANEL == shape.head_dim * shape.num_kv_heads % _PANEL == 0
-        for together, may_differ in ((qkv, are_whole), (gate_up, False)):
+        for together in tensors.matrices_of(shape, layer):
+            may_differ = are_whole and together[0].endswith("q_proj.weight")
             found = {kept.get(name) for name in together}
             num_factors = len({factors.get(name, 1.0) for name in together})
             num_orders = len({None if name not in columns else columns[name].tobytes() for name in together})
@@ -100,10 +93,15 @@ def num_columns(shape: NativeShape, name: str) -> int:
     """Columns of a matrix."""
     if tensors.is_of_model(name):
         return shape.hidden_size
-    layer, _ = tensors.place(name)
+    layer = shape.layers[tensors.place(name)[0]]
     if name.endswith("o_proj.weight"):
         return shape.num_heads * shape.head_dim
-    return shape.layers[layer].intermediate_size if name.endswith("down_proj.weight") else shape.hidden_size
+    if not name.endswith("down_proj.weight"):
+        return shape.hidden_size
+    if tensors.is_of_expert(name):
+        assert layer.experts is not None
+        return layer.experts.intermediate_size
+    return layer.intermediate_size
 
 
 def set_formats(found: ctypes.CDLL, model: int, shape: NativeShape, formats: Mapping[str, GroupedFormat]) -> None:
@@ -112,7 +110,7 @@ def set_formats(found: ctypes.CDLL, model: int, shape: NativeShape, formats: Map
     for one, (name, form) in zip(structs, formats.items(), strict=True):
         if problem := why_not(form, num_columns(shape, name)):
             raise ValueError(f"tensor {name}: {problem}")
-        one.layer, one.kind = tensors.place(name)
+        one.layer, one.kind, one.expert = tensors.place(name)
         is_row = form.group >= num_columns(shape, name) and form.super_group is None
         one.bits, one.group, one.zero = form.bits, _ROW if is_row else form.group, form.zero
         one.table, one.scale, one.offset = _TABLES[form.table], _NUMBERS[form.scale], _NUMBERS[form.offset]
@@ -130,13 +128,14 @@ def set_columns(found: ctypes.CDLL, model: int, name: str, columns: NDArray[np.i
 
 def set_rows(found: ctypes.CDLL, model: int, name: str, first_row: int, codes: GroupedCodes) -> int:
     """The library's answer: 0 if the rows are packed."""
-    layer, kind = tensors.place(name)
+    layer, kind, expert = tensors.place(name)
 
     def address(array: Any) -> int | None:
         return None if array is None else int(array.ctypes.data)
 
     rows = library.RowsStruct(
         layer=layer,
+        expert=expert,
         kind=kind,
         packing=_PACKINGS[codes.packing],
         first_row=first_row,

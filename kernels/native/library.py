@@ -26,15 +26,27 @@ class NormStruct(Structure):
     _fields_ = [("kind", c_int32), ("eps", c_float), ("is_exact", c_int32)]
 
 
+class ExpertsStruct(Structure):
+    """`ExpertsShape` of source/weights/shape.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_experts", "top_k", "intermediate_size", "num_groups", "num_groups_kept")),
+        *((name, c_float) for name in ("norm_eps", "norm_min", "scale", "alpha", "limit")),
+        *((name, c_int32) for name in ("activation", "is_gated", "is_sigmoid", "is_softmax_of_chosen")),
+        *((name, c_int32) for name in ("divides_by_sum", "sums_two_of_group", "scales_input", "has_shared_gate")),
+    ]
+
+
 class LayerStruct(Structure):
     """`LayerShape` of source/weights/shape.h."""
 
     _fields_ = [
         *((name, c_int64) for name in ("window", "intermediate_size", "temper_length")),
-        *((name, c_float) for name in ("temper", "attention_scale", "soft_cap", "residual_scale")),
+        *((name, c_float) for name in ("temper", "attention_scale", "soft_cap", "residual_scale", "alpha", "limit")),
         *((name, c_int32) for name in ("rope", "activation", "is_gated", "is_parallel")),
         *((name, c_int32) for name in ("is_qk_norm_over_row", "is_qk_norm_after_rope", "has_weight_per_head")),
         *((name, NormStruct) for name in ("pre_mixer", "post_mixer", "pre_feed", "post_feed", "qk_norm")),
+        ("experts", ExpertsStruct),
     ]
 
 
@@ -58,7 +70,7 @@ class TensorStruct(Structure):
         ("layer", c_int64),
         *((name, c_int32) for name in ("kind", "type")),
         ("data", c_void_p),
-        *((name, c_int64) for name in ("map_bytes", "first_row", "num_rows")),
+        *((name, c_int64) for name in ("map_bytes", "first_row", "num_rows", "expert")),
     ]
 
 
@@ -66,7 +78,7 @@ class FormatStruct(Structure):
     """`TensorFormat` of source/weights/model.h."""
 
     _fields_ = [
-        ("layer", c_int64),
+        *((name, c_int64) for name in ("layer", "expert")),
         *((name, c_int32) for name in ("kind", "bits", "group", "table", "scale", "offset", "zero")),
         *((name, c_int32) for name in ("has_zeros", "is_two_level", "has_signed_scales")),
     ]
@@ -76,7 +88,7 @@ class RowsStruct(Structure):
     """`GroupedRows` of source/grouped/pack_rows.h."""
 
     _fields_ = [
-        ("layer", c_int64),
+        *((name, c_int64) for name in ("layer", "expert")),
         *((name, c_int32) for name in ("kind", "packing")),
         *((name, c_int64) for name in ("first_row", "num_rows")),
         *((name, c_void_p) for name in ("codes", "scales", "offsets", "sub_scales", "sub_offsets", "zeros")),
@@ -218,6 +230,7 @@ def load(instruction_set: str) -> ctypes.CDLL:
         c_int64,
     ]
     library.millrace_shape_bytes.restype = library.millrace_layer_shape_bytes.restype = c_int64
+    library.millrace_experts_shape_bytes.restype = c_int64
     library.millrace_model_delete.argtypes = [model]
     library.millrace_model_delete.restype = None
     library.millrace_set_positions.argtypes = [model, c_int64, c_int64, c_void_p, c_void_p, c_void_p]
@@ -226,11 +239,11 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_set_tensors.restype = c_int32
     library.millrace_set_formats.argtypes = [model, c_int64, POINTER(FormatStruct)]
     library.millrace_set_formats.restype = c_int32
-    library.millrace_set_columns.argtypes = [model, c_int64, c_int32, c_void_p]
+    library.millrace_set_columns.argtypes = [model, c_int64, c_int32, c_int64, c_void_p]
     library.millrace_set_columns.restype = c_int32
     library.millrace_set_rows.argtypes = [model, POINTER(RowsStruct)]
     library.millrace_set_rows.restype = c_int32
-    library.millrace_product.argtypes = [model, c_int64, c_int32, c_void_p, c_int64, c_void_p]
+    library.millrace_product.argtypes = [model, c_int64, c_int32, c_int64, c_void_p, c_int64, c_void_p]
     library.millrace_product.restype = c_int32
     library.millrace_reserve_adapters.argtypes = [model, c_int64, c_int64]
     library.millrace_reserve_adapters.restype = c_int32
@@ -246,7 +259,7 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_rows_bytes.restype = library.millrace_format_bytes.restype = c_int64
     library.millrace_encode_bf16_12bit.argtypes = [model]
     library.millrace_encode_bf16_12bit.restype = c_int32
-    library.millrace_get_matrix.argtypes = [model, c_int64, c_int32, c_void_p]
+    library.millrace_get_matrix.argtypes = [model, c_int64, c_int32, c_int64, c_void_p]
     library.millrace_get_matrix.restype = c_int32
     library.millrace_weights_bytes.argtypes = [model]
     library.millrace_weights_bytes.restype = c_int64
@@ -290,6 +303,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_head.restype = c_int32
     library.millrace_decode.argtypes = [model, POINTER(DecodeSlots), c_int64, c_void_p, c_void_p, c_void_p]
     library.millrace_decode.restype = c_int32
+    library.millrace_route.argtypes = [POINTER(ExpertsStruct), c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
+    library.millrace_route.restype = None
     library.millrace_sample.argtypes = [model, POINTER(SlotSampling), POINTER(SamplingRows)]
     library.millrace_sample.restype = c_int32
     library.millrace_step_thread_id.argtypes = [model]
@@ -303,8 +318,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_drain.restype = None
     if not library.millrace_is_supported():
         raise NativeUnavailableError(f"instruction set {instruction_set}: the processor lacks it")
-    mirrored = tuple(map(ctypes.sizeof, (ShapeStruct, LayerStruct, RowsStruct, FormatStruct)))
-    sizes = ("shape", "layer_shape", "rows", "format")
+    mirrored = tuple(map(ctypes.sizeof, (ShapeStruct, LayerStruct, ExpertsStruct, RowsStruct, FormatStruct)))
+    sizes = ("shape", "layer_shape", "experts_shape", "rows", "format")
     compiled = tuple(getattr(library, f"millrace_{name}_bytes")() for name in sizes)
     assert mirrored == compiled, f"structs of {mirrored} bytes: the library has {compiled}"
     library.millrace_draw_fields.restype = c_char_p

@@ -179,7 +179,7 @@ class NativeModel:
         sources = [np.ascontiguousarray(array) for array in arrays.values()]
         described = (library.TensorStruct * len(names))()
         for one, name, source in zip(described, names, sources, strict=True):
-            one.layer, one.kind = tensors.place(name)
+            one.layer, one.kind, one.expert = tensors.place(name)
             one.type = _TYPES[dtype or {"uint16": "bfloat16"}.get(str(source.dtype), str(source.dtype))]
             one.data, one.map_bytes = source.ctypes.data, source.nbytes * is_mapped
             one.first_row, one.num_rows = rows

@@ -26,7 +26,7 @@ _MAX_HEAD_DIM = 1024
 
 
 NormKind = Literal["rms", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_clamped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,52 @@ class NativeQkNorm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NativeExperts:
+    """Experts, and which of them a token goes to: the rule of `kernels/reference/routing.py`.
+
+    Biases of the router and of experts, and that of the choice, are added if their tensors are set.
+    """
+
+    num_experts: int
+    top_k: int  # of a token
+    intermediate_size: int
+    is_gated: bool = True
+    activation: Activation = "silu"
+    clamp: tuple[float, float] = (1.702, 7.0)  # alpha and limit of swiglu_clamped
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    is_softmax_of_chosen: bool = False  # weights are the softmax of the chosen logits alone
+    divides_by_sum: bool = False  # weights are divided by their sum
+    norm_eps: float = 0.0  # added to that sum
+    norm_min: float = 0.0  # least number that they are divided by
+    scale: float = 1.0  # multiplies the weights
+    num_groups: int = 1  # runs of experts of equal length
+    num_groups_kept: int = 1  # whose experts can be chosen
+    group_score: Literal["max", "top2"] = "max"
+    scales_input: bool = False  # the weight multiplies the expert's input, instead of its output
+    has_shared_gate: bool = False  # the output of the network beside is multiplied by the sigmoid of a product
+
+    def gaps(self) -> list[str]:
+        """What the library does not support of these sizes."""
+        gaps = []
+        if not 1 <= self.top_k <= self.num_experts:
+            gaps.append(f"{self.top_k} experts a token of {self.num_experts}: must be between 1 and all")
+        elif not 1 <= self.num_groups_kept <= self.num_groups or self.num_experts % self.num_groups:
+            gaps.append(f"{self.num_groups} groups of {self.num_experts} experts: must divide them")
+        elif self.num_groups_kept * (self.num_experts // self.num_groups) < self.top_k:
+            gaps.append(f"{self.num_groups_kept} groups: must have the {self.top_k} experts of a token")
+        if self.activation == "xielu":
+            gaps.append("experts with the activation xielu")
+        return gaps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLayer:
     """What a layer computes; the defaults are Llama's.
 
     Biases of projections, and attention sinks, are added if their tensors are set.
     """
 
-    intermediate_size: int
+    intermediate_size: int  # of the network that all tokens take; 0: there are experts alone
     window: int | None = None  # keys a query sees, itself included; None = all
     rope: int | None = 0  # index into `NativeShape.rotary_dims`; None = not rotated
     attention_scale: float | None = None  # of scores; None = head_dim ** -0.5
@@ -66,6 +105,9 @@ class NativeLayer:
     )
     is_gated: bool = True  # down(act(gate x) * up x), instead of down(act(up x))
     activation: Activation = "silu"
+    clamp: tuple[float, float] = (1.702, 7.0)  # alpha and limit of swiglu_clamped
+    experts: NativeExperts | None = None
+    is_shared: bool = False  # the network beside the experts has the names of shared experts
     pre_mixer: NativeNorm | None = NativeNorm()
     post_mixer: NativeNorm | None = None
     pre_feed: NativeNorm | None = NativeNorm()
@@ -105,10 +147,13 @@ class NativeShape:
         even = [
             ("hidden_size", self.hidden_size),
             *{("intermediate_size", layer.intermediate_size) for layer in self.layers},
+            *{("size of experts", layer.experts.intermediate_size) for layer in self.layers if layer.experts},
             ("num_heads * head_dim", self.num_heads * self.head_dim),
             ("head_dim", self.head_dim),
         ]
         gaps = [f"{name} = {size}: must be even for the native step" for name, size in even if size % 2]
+        for experts in dict.fromkeys(layer.experts for layer in self.layers):
+            gaps += experts.gaps() if experts else []
         if self.head_dim > _MAX_HEAD_DIM:
             gaps.append(f"head_dim = {self.head_dim}: the native step takes at most {_MAX_HEAD_DIM}")
         if not self.head_scale > 0:

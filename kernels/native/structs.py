@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 
-from .library import LayerStruct, NormStruct, ShapeStruct
-from .shape import Activation, NativeLayer, NativeNorm, NativeShape, NormKind
+from .library import ExpertsStruct, LayerStruct, NormStruct, ShapeStruct
+from .shape import Activation, NativeExperts, NativeLayer, NativeNorm, NativeShape, NormKind
 
 # `NormKind` and `ActivationKind` of source/weights/shape.h
 _NORM_KINDS: dict[NormKind, int] = {"rms": 1, "layer": 2}
-_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu")
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_clamped")
 
 
 def of_shape(shape: NativeShape) -> ShapeStruct:
@@ -52,6 +52,8 @@ def _layer(layer: NativeLayer, head_dim: int) -> LayerStruct:
         attention_scale=scale,
         soft_cap=layer.soft_cap or 0.0,
         residual_scale=layer.residual_scale,
+        alpha=layer.clamp[0],
+        limit=layer.clamp[1],
         rope=-1 if layer.rope is None else layer.rope,
         activation=_ACTIVATIONS.index(layer.activation),
         is_gated=layer.is_gated,
@@ -64,6 +66,33 @@ def _layer(layer: NativeLayer, head_dim: int) -> LayerStruct:
         pre_feed=_norm(layer.pre_feed),
         post_feed=_norm(layer.post_feed),
         qk_norm=_norm(None if qk_norm is None else qk_norm.norm),
+        experts=of_experts(layer.experts),
+    )
+
+
+def of_experts(experts: NativeExperts | None) -> ExpertsStruct:
+    """Zeros where there are none."""
+    if experts is None:
+        return ExpertsStruct()
+    return ExpertsStruct(
+        num_experts=experts.num_experts,
+        top_k=experts.top_k,
+        intermediate_size=experts.intermediate_size,
+        num_groups=experts.num_groups,
+        num_groups_kept=experts.num_groups_kept,
+        norm_eps=experts.norm_eps,
+        norm_min=experts.norm_min,
+        scale=experts.scale,
+        alpha=experts.clamp[0],
+        limit=experts.clamp[1],
+        activation=_ACTIVATIONS.index(experts.activation),
+        is_gated=experts.is_gated,
+        is_sigmoid=experts.score == "sigmoid",
+        is_softmax_of_chosen=experts.is_softmax_of_chosen,
+        divides_by_sum=experts.divides_by_sum,
+        sums_two_of_group=experts.group_score == "top2",
+        scales_input=experts.scales_input,
+        has_shared_gate=experts.has_shared_gate,
     )
 
 

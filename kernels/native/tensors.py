@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from .shape import NativeShape
+
 # suffix of a layer's tensor -> `TensorKind` of source/weights/model.h
 LAYER_KINDS = {
     "input_layernorm.weight": 3,
@@ -32,7 +36,27 @@ LAYER_KINDS = {
     "self_attn.k_norm.bias": 28,
     "self_attn.sinks": 29,
     "mlp.act_alpha": 30,
+    "mlp.gate.weight": 36,
+    "mlp.gate.bias": 37,
+    "mlp.gate.e_score_correction_bias": 38,
+    "mlp.shared_expert_gate.weight": 39,
+    "mlp.shared_experts.gate_proj.weight": 11,  # the network that all tokens take, under another name
+    "mlp.shared_experts.up_proj.weight": 12,
+    "mlp.shared_experts.down_proj.weight": 13,
+    "mlp.shared_experts.gate_proj.bias": 18,
+    "mlp.shared_experts.up_proj.bias": 19,
+    "mlp.shared_experts.down_proj.bias": 20,
 }
+# behind "mlp.experts.E."
+EXPERT_KINDS = {
+    "gate_proj.weight": 40,
+    "up_proj.weight": 41,
+    "down_proj.weight": 42,
+    "gate_proj.bias": 43,
+    "up_proj.bias": 44,
+    "down_proj.bias": 45,
+}
+_EXPERTS = "mlp.experts."
 MODEL_KINDS = {
     "model.embed_tokens.weight": 0,
     "lm_head.weight": 1,
@@ -45,12 +69,38 @@ MODEL_KINDS = {
 }
 
 
-def place(name: str) -> tuple[int, int]:
-    """(layer, kind) of a tensor; the layer is 0 for a tensor of the model."""
+def place(name: str) -> tuple[int, int, int]:
+    """(layer, kind, expert) of a tensor; layer and expert are 0 for a tensor that is of none."""
     if is_of_model(name):
-        return 0, MODEL_KINDS[name]
+        return 0, MODEL_KINDS[name], 0
     index, _, suffix = name.removeprefix("model.layers.").partition(".")
-    return int(index), LAYER_KINDS[suffix]
+    if not suffix.startswith(_EXPERTS):
+        return int(index), LAYER_KINDS[suffix], 0
+    expert, _, suffix = suffix.removeprefix(_EXPERTS).partition(".")
+    return int(index), EXPERT_KINDS[suffix], int(expert)
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether the tensor belongs to an expert."""
+    return f".{_EXPERTS}" in name
+
+
+def matrices_of(shape: NativeShape, index: int) -> Iterator[tuple[str, ...]]:
+    """The matrices of a layer: those of each product together, in the order of their rows."""
+    layer, prefix = shape.layers[index], f"model.layers.{index}."
+
+    def network(name: str, is_gated: bool) -> Iterator[tuple[str, ...]]:
+        parts = ("gate", "up") if is_gated else ("up",)
+        yield tuple(f"{prefix}{name}.{part}_proj.weight" for part in parts)
+        yield (f"{prefix}{name}.down_proj.weight",)
+
+    yield tuple(f"{prefix}self_attn.{part}_proj.weight" for part in "qkv")
+    yield (f"{prefix}self_attn.o_proj.weight",)
+    if layer.intermediate_size:
+        yield from network("mlp.shared_experts" if layer.is_shared else "mlp", layer.is_gated)
+    if layer.experts is not None:
+        for expert in range(layer.experts.num_experts):
+            yield from network(f"{_EXPERTS}{expert}", layer.experts.is_gated)
 
 
 def is_of_model(name: str) -> bool:

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ...kernels.native.cache import NativeCache
 from ...kernels.native.model import NativeModel
-from ...kernels.native.shape import NativeLayer, NativeNorm, NativeQkNorm, NativeShape
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, NormSpec, QkNorm
+from ...kernels.native.shape import NativeExperts, NativeLayer, NativeNorm, NativeQkNorm, NativeShape
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, NormSpec, QkNorm
 from .native_lora import NativeLoraTable
 from .step_inputs import StepInputs
 
@@ -46,7 +46,10 @@ def native_shape(spec: DecoderSpec) -> NativeShape:
 
 def _layer(layer: LayerSpec) -> NativeLayer:
     attention, feed = layer.mixer, layer.feed
-    assert isinstance(attention, AttentionSpec) and isinstance(feed, FeedSpec) and feed.activation != "swiglu_clamped"
+    assert isinstance(attention, AttentionSpec) and feed is not None
+    moe = feed if isinstance(feed, MoeSpec) else None
+    if isinstance(feed, MoeSpec):
+        feed = feed.shared or feed.dense_beside or FeedSpec(intermediate_size=0)
     return NativeLayer(
         intermediate_size=feed.intermediate_size,
         window=attention.window,
@@ -57,12 +60,38 @@ def _layer(layer: LayerSpec) -> NativeLayer:
         query_temper=attention.query_temper,
         is_gated=feed.is_gated,
         activation=feed.activation,
+        clamp=(feed.alpha, feed.limit),
+        experts=None if moe is None else _experts(moe),
+        is_shared=moe is not None and moe.shared is not None,
         pre_mixer=_norm(layer.pre_mixer),
         post_mixer=_norm(layer.post_mixer),
         pre_feed=_norm(layer.pre_feed),
         post_feed=_norm(layer.post_feed),
         is_parallel=layer.is_parallel,
         residual_scale=layer.residual_scale,
+    )
+
+
+def _experts(moe: MoeSpec) -> NativeExperts:
+    expert, router = moe.expert, moe.router
+    return NativeExperts(
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        intermediate_size=expert.intermediate_size,
+        is_gated=expert.is_gated,
+        activation=expert.activation,
+        clamp=(expert.alpha, expert.limit),
+        score=router.score,
+        is_softmax_of_chosen=router.score == "softmax" and router.when == "after_top_k",
+        divides_by_sum=router.norm_top_k,
+        norm_eps=router.norm_eps,
+        norm_min=router.norm_min,
+        scale=router.scale,
+        num_groups=router.groups,
+        num_groups_kept=router.groups_kept,
+        group_score=router.group_score,
+        scales_input=router.scales_input,
+        has_shared_gate=moe.has_shared_gate,
     )
 
 

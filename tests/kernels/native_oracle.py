@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.model import NativeModel
-from millrace.kernels.native.shape import DType, NativeLayer, NativeNorm, NativeQkNorm, NativeShape
+from millrace.kernels.native.shape import DType, NativeExperts, NativeLayer, NativeNorm, NativeQkNorm, NativeShape
+from millrace.kernels.reference.routing import route
 
 Array = NDArray[Any]
 
@@ -71,6 +74,7 @@ class Checkpoint:
         has_norm_bias: bool = False,
         has_norm_weight: bool = True,
         has_sinks: bool = False,
+        has_choice_bias: bool = False,
         num_positions: int = 1200,
         seed: int = 0,
         **sizes: Any,
@@ -109,14 +113,25 @@ class Checkpoint:
                 put(f"{prefix}.self_attn.{name}_proj.weight", *size)
                 if has_bias:
                     put(f"{prefix}.self_attn.{name}_proj.bias", size[0])
-            inner = layer.intermediate_size
-            matrices = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-            for name, size in matrices.items():
-                if name == "gate" and not layer.is_gated:
-                    continue
-                put(f"{prefix}.mlp.{name}_proj.weight", *size)
+            networks = [(network_of(layer), layer.intermediate_size, layer.is_gated)] if layer.intermediate_size else []
+            if experts := layer.experts:
+                put(f"{prefix}.mlp.gate.weight", experts.num_experts, hidden, scale=0.3)
                 if has_bias:
-                    put(f"{prefix}.mlp.{name}_proj.bias", size[0])
+                    put(f"{prefix}.mlp.gate.bias", experts.num_experts)
+                if has_choice_bias:
+                    put(f"{prefix}.mlp.gate.e_score_correction_bias", experts.num_experts, mean=-1.0)
+                if experts.has_shared_gate:
+                    put(f"{prefix}.mlp.shared_expert_gate.weight", 1, hidden)
+                one = experts.intermediate_size, experts.is_gated
+                networks += [(f"mlp.experts.{expert}", *one) for expert in range(experts.num_experts)]
+            for network, inner, is_gated in networks:
+                matrices = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+                for name, size in matrices.items():
+                    if name == "gate" and not is_gated:
+                        continue
+                    put(f"{prefix}.{network}.{name}_proj.weight", *size)
+                    if has_bias:
+                        put(f"{prefix}.{network}.{name}_proj.bias", size[0])
             if layer.activation == "xielu":
                 put(f"{prefix}.mlp.act_alpha", 2, mean=0.8)
             if has_sinks:
@@ -178,12 +193,33 @@ class Checkpoint:
         return _capped(shape.head_scale * logits, shape.head_soft_cap)
 
     def _feed(self, index: int, x: Array) -> Array:
-        layer, prefix = self.shape.layers[index], f"model.layers.{index}.mlp"
-        alphas = self.tensors.get(f"{prefix}.act_alpha")
-        up = self._linear(x, f"{prefix}.up_proj")
-        gate = self._linear(x, f"{prefix}.gate_proj") if layer.is_gated else up
+        layer, prefix = self.shape.layers[index], f"model.layers.{index}"
+        out: Array = np.zeros_like(x)
+        if layer.intermediate_size:
+            out = self._network(f"{prefix}.{network_of(layer)}", layer, x)
+        if (experts := layer.experts) is None:
+            return out
+        if experts.has_shared_gate:
+            out = out / (1 + np.exp(-x @ self._get(f"{prefix}.mlp.shared_expert_gate.weight").T))
+        bias = self.tensors.get(f"{prefix}.mlp.gate.e_score_correction_bias")
+        ids, weights = routed(self._linear(x, f"{prefix}.mlp.gate").astype(np.float32), experts, bias)
+        for row, (chosen, by) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
+            for expert, weight in zip(chosen, by, strict=True):
+                given = weight * x[row : row + 1] if experts.scales_input else x[row : row + 1]
+                got = self._network(f"{prefix}.mlp.experts.{expert}", experts, given)[0]
+                out[row] += got if experts.scales_input else weight * got
+        return out
+
+    def _network(self, name: str, layer: NativeLayer | NativeExperts, x: Array) -> Array:
+        alphas = self.tensors.get(f"{name}.act_alpha")
+        up = self._linear(x, f"{name}.up_proj")
+        gate = self._linear(x, f"{name}.gate_proj") if layer.is_gated else up
+        if layer.activation == "swiglu_clamped":
+            alpha, limit = layer.clamp
+            gate, up = np.minimum(gate, limit), 1 + np.clip(up, -limit, limit)
+            return self._linear(up * gate / (1 + np.exp(-alpha * gate)), f"{name}.down_proj")
         inner = ACTIVATIONS[layer.activation](gate, *(() if alphas is None else alphas.astype(np.float64)))
-        return self._linear(inner * up if layer.is_gated else inner, f"{prefix}.down_proj")
+        return self._linear(inner * up if layer.is_gated else inner, f"{name}.down_proj")
 
     def _attention(self, index: int, x: Array) -> Array:
         shape, layer, prefix = self.shape, self.shape.layers[index], f"model.layers.{index}.self_attn"
@@ -241,6 +277,29 @@ class Checkpoint:
 
     def _get(self, name: str) -> Array:
         return self.tensors[name].astype(np.float64)
+
+
+def network_of(layer: NativeLayer) -> str:
+    """The name of the network that all tokens take."""
+    return "mlp.shared_experts" if layer.is_shared else "mlp"
+
+
+def routed(logits: Array, experts: NativeExperts, bias: Array | None) -> tuple[Array, Array]:
+    """Experts and weights [T, top_k] of each row of logits [T, E], by the reference rule."""
+    rule: Any = SimpleNamespace(
+        score=experts.score,
+        when="after_top_k" if experts.is_softmax_of_chosen else "before_top_k",
+        norm_top_k=experts.divides_by_sum,
+        norm_eps=experts.norm_eps,
+        norm_min=experts.norm_min,
+        scale=experts.scale,
+        groups=experts.num_groups,
+        groups_kept=experts.num_groups_kept,
+        group_score=experts.group_score,
+    )
+    of_choice = None if bias is None else torch.from_numpy(bias)
+    ids, weights = route(torch.from_numpy(logits), rule, experts.top_k, of_choice)
+    return ids.numpy(), weights.numpy()
 
 
 def norms_of(layer: NativeLayer) -> dict[str, NativeNorm | None]:

@@ -30,7 +30,8 @@ ROPE = replace(LLAMA.ropes[0], kind="longrope", original_max_position=32)
 LONGROPE = replace(LLAMA, ropes=(ROPE,))
 LAYER = LLAMA.layers[0]
 LATENT = LatentSpec(num_heads=4, q_rank=None, kv_rank=8, nope_dim=8, rope_dim=8, value_dim=8, scale=1.0)
-EXPERTS = MoeSpec(num_experts=4, top_k=2, expert=FeedSpec(intermediate_size=8), router=RouterSpec())
+FEED = FeedSpec(intermediate_size=8)
+EXPERTS = MoeSpec(num_experts=4, top_k=2, expert=FEED, router=RouterSpec())
 
 
 def changed(**fields: Any) -> DecoderSpec:
@@ -54,7 +55,6 @@ def test_every_backend_has_all_of_llama(backend: Any) -> None:
         (changed(mixer=RecurrentSpec(kind="mamba2")), "recurrent layers: mamba2"),
         (changed(mixer=LATENT), "latent attention"),
         (changed(mixer=None), "layers without attention"),
-        (changed(feed=EXPERTS), "experts"),
         (changed(feed=None), "layers without a feed-forward network"),
         (changed(has_output_scale=True), "a scale of the layer's output"),
         (attending(value_dim=8), "values of 8 numbers beside keys of 16"),
@@ -105,13 +105,27 @@ def test_what_triton_lacks_is_named(spec: DecoderSpec, gap: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "gap"),
     [
-        (changed(feed=FeedSpec(intermediate_size=8, activation="swiglu_clamped")), "the activation swiglu_clamped"),
         (replace(LLAMA, head=HeadSpec(scale=-1.0)), "logits times -1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_only_the_native_step_lacks_is_named_for_it(spec: DecoderSpec, gap: str) -> None:
     assert missing(spec, "native") == [gap] and missing(spec, "torch") == missing(spec, "triton") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "gap"),
+    [
+        ({}, None),
+        ({"expert": FeedSpec(intermediate_size=8, activation="swiglu_clamped", has_bias=True)}, None),
+        ({"shared": FEED, "dense_beside": FEED}, "shared experts beside another network"),
+        ({"router": RouterSpec(input_norm=NormSpec())}, "a norm of what the router reads"),
+        ({"expert": FeedSpec(intermediate_size=8, activation="xielu")}, "experts with the activation xielu"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_native_step_lacks_of_experts_is_named(changes: dict[str, Any], gap: str | None) -> None:
+    assert missing(changed(feed=replace(EXPERTS, **changes)), "native") == [gap] * (gap is not None)
 
 
 def test_equal_layers_are_one_object() -> None:

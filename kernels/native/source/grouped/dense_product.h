@@ -36,18 +36,27 @@ template <int R, class Stored>
     }
 }
 
+template <class Stored>
+using DenseTile = void (*)(const float*, int64_t, const Stored*, int64_t, float*);
+
+// The function for each number of rows, from 1.
+template <class Stored>
+DenseTile<Stored> dense_tile_for(int rows) {
+    static constexpr DenseTile<Stored> TILES[DENSE_ROWS] = {dense_tile<1, Stored>, dense_tile<2, Stored>,
+                                                            dense_tile<3, Stored>, dense_tile<4, Stored>};
+    return TILES[rows - 1];
+}
+
 template <class Stored, class Out>
 void multiply_dense(const Linear& linear, const TiledRows<SplitRow>& x, const Out& out, ThreadTeam::Member member) {
-    using Tile = void (*)(const float*, int64_t, const Stored*, int64_t, float*);
-    static constexpr Tile TILES[DENSE_ROWS] = {dense_tile<1, Stored>, dense_tile<2, Stored>, dense_tile<3, Stored>,
-                                               dense_tile<4, Stored>};
     int64_t stride = x.padded_size() / int64_t(sizeof(float)), size = linear.panel_bytes() / int64_t(sizeof(Stored));
     member.parallel_for(linear.num_panels(), 1, [&](int64_t first, int64_t last, int64_t) {
         for (int64_t panel = first; panel < last; panel++)
             for (int64_t row = 0; row < x.num_rows; row += DENSE_ROWS) {
                 alignas(64) float tile[DENSE_ROWS * PANEL];
                 int rows = int(std::min<int64_t>(DENSE_ROWS, x.num_rows - row));
-                TILES[rows - 1](x.floats(row), stride, linear.weight.as<Stored>() + panel * size, linear.k / 2, tile);
+                dense_tile_for<Stored>(rows)(x.floats(row), stride, linear.weight.as<Stored>() + panel * size, linear.k / 2,
+                                             tile);
                 emit_tile(linear, out, tile, row, rows, panel);
             }
     });

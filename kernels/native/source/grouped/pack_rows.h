@@ -14,7 +14,7 @@ enum CodePacking : int32_t { BYTES, PAIRS, HALVES_OF_32, HALVES_OF_64 };
 
 // Rows of a matrix: see `GroupedCodes` in kernels/layout/grouped_codes.py. Mirrored by `RowsStruct` in library.py.
 struct GroupedRows {
-    int64_t layer;
+    int64_t layer, expert;
     int32_t kind;  // TensorKind
     CodePacking packing;
     int64_t first_row, num_rows;

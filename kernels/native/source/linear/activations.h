@@ -77,6 +77,31 @@ struct Xielu {  // p x ** 2 + x / 2 above 0, n (e ** min(x, -1e-6) - 1 - x) + x 
     }
 };
 
+struct SwigluClamped {  // (up + 1) * x / (1 + e ** -ax), x at most l, up from -l to l; params: a, l
+    template <int N>
+    [[gnu::always_inline]] static void apply(F (&x)[N], const float* params) {
+        F powers[N];
+        UNROLL for (int i = 0; i < N; i++) {
+            x[i] = min(splat(params[1]), x[i]);
+            powers[i] = min(splat(88.0f), mul(splat(-params[0]), x[i]));
+        }
+        exp_all(powers);
+        UNROLL for (int i = 0; i < N; i++) x[i] = div(x[i], add(splat(1.0f), powers[i]));
+    }
+    static F up(F x, const float* params) {
+        return add(splat(1.0f), max(splat(-params[1]), min(splat(params[1]), x)));
+    }
+};
+
+// What multiplies the activated gate.
+template <class Activation>
+F up_of(F up, const float* params) {
+    if constexpr (std::is_same<Activation, SwigluClamped>::value)
+        return SwigluClamped::up(up, params);
+    else
+        return up;
+}
+
 // Replaces the numbers of R rows of a tile. Gated: columns are 16 of gate, 16 of up; activation(gate) * up replaces the
 // gates.
 template <class Activation, bool IS_GATED, int R>
@@ -87,7 +112,7 @@ void activate_rows(float* rows, const float* params) {
     Activation::apply(numbers, params);
     UNROLL for (int i = 0; i < R * V; i++) {
         float* to = rows + i / V * PANEL + i % V * W;
-        store(to, IS_GATED ? mul(numbers[i], load(to + PANEL / 2)) : numbers[i]);
+        store(to, IS_GATED ? mul(numbers[i], up_of<Activation>(load(to + PANEL / 2), params)) : numbers[i]);
     }
 }
 
@@ -104,19 +129,20 @@ template <bool IS_GATED>
 ActivateTile activation_of(ActivationKind kind) {
     static constexpr ActivateTile ALL[NUM_ACTIVATION_KINDS] = {
         activate_tile<Silu, IS_GATED>, activate_tile<Gelu, IS_GATED>,        activate_tile<GeluTanh, IS_GATED>,
-        activate_tile<Relu, IS_GATED>, activate_tile<ReluSquared, IS_GATED>, activate_tile<Xielu, IS_GATED>};
+        activate_tile<Relu, IS_GATED>, activate_tile<ReluSquared, IS_GATED>, activate_tile<Xielu, IS_GATED>,
+        activate_tile<SwigluClamped, IS_GATED>};
     return ALL[kind];
 }
 
-// A layer's activation of a product, written to the rows that the next product reads.
+// A network's activation of a product, written to the rows that the next product reads.
 template <class T>
 class ActivatedOutput {
   public:
-    // `update`: of the rows' adapters; null: none has one.
-    ActivatedOutput(const Layer& layer, const TiledRows<T>& rows_out, const LoraUpdate* update)
-        : rows_out_(rows_out), update_(update), activate_(layer.shape.is_gated ? activation_of<true>(layer.shape.activation)
-                                                              : activation_of<false>(layer.shape.activation)),
-          params_(layer.activation_params.data()), columns_(layer.shape.is_gated ? PANEL / 2 : PANEL) {}
+    // `params`: of the activation. `update`: of the rows' adapters; null: none has one.
+    ActivatedOutput(ActivationKind kind, bool is_gated, const std::vector<float>& params, const TiledRows<T>& rows_out,
+                    const LoraUpdate* update)
+        : rows_out_(rows_out), update_(update), activate_(is_gated ? activation_of<true>(kind) : activation_of<false>(kind)),
+          params_(params.data()), columns_(is_gated ? PANEL / 2 : PANEL) {}
 
     void prefetch_output(int64_t first_row, int rows, int64_t panel) const {
         rows_out_.prefetch_for_put(first_row, rows, panel * columns_, columns_);

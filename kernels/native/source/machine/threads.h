@@ -78,12 +78,22 @@ class ThreadTeam {
         uint32_t phase = 0;  // number of phases that all threads have finished
         WorkRanges* work_ranges = nullptr;  // none: the thread is alone
         int scratch_index = 0;  // index of the thread's own buffers: its rank, or a fixed one for a thread that is alone
+        // Of a thread that is alone: the items that it takes of each `parallel_for`, and up to where it expects to.
+        int64_t first_item = 0, last_item = INT64_MAX, end_item = INT64_MAX;
 
         // Runs the `num` items of the phase in pieces of at most `size`: use(first, last, end) for the items [first,
         // last) that this thread takes; it expects to take those until `end` next. At most once per phase, with the
         // same arguments on all threads.
         template <class Use>
         void parallel_for(int64_t num, int64_t size, const Use& use) const;
+
+        // This thread for a part of a phase: alone, with the items [first, last) and those until `end` expected next.
+        Member for_items(int64_t first, int64_t last, int64_t end) const {
+            Member part;
+            part.phase = phase, part.scratch_index = scratch_index;
+            part.first_item = first, part.last_item = last, part.end_item = end;
+            return part;
+        }
     };
 
     // By the caller, before other threads may join; no thread may be left of the region before.
@@ -227,7 +237,8 @@ inline void split_evenly(int64_t count, int thread, int num_threads, int64_t* fi
 template <class Use>
 void ThreadTeam::Member::parallel_for(int64_t num, int64_t size, const Use& use) const {
     if (!work_ranges) {
-        for (int64_t begin = 0; begin < num; begin += size) use(begin, std::min(begin + size, num), num);
+        int64_t last = std::min(num, last_item), end = std::min(num, end_item);
+        for (int64_t begin = first_item; begin < last; begin += size) use(begin, std::min(begin + size, last), end);
         return;
     }
     for (int step = 0; step < count; step++) {

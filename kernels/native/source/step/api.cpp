@@ -7,6 +7,7 @@
 #include <cstring>
 #include <new>
 
+#include "step/route.h"
 #include "step/step_chain.h"
 #include "weights/bf16_12bit_encode.h"
 #include "weights/model.h"
@@ -68,23 +69,37 @@ EXPORT Model* millrace_model_new(const Shape* shape, const LayerShape* layers, i
         model->embedding_norm.shape = shape->embedding_norm, model->final_norm.shape = shape->final_norm;
         auto define = [&](Linear& linear, int64_t n, int64_t k, int32_t type) {
             linear.n = n, linear.k = k, linear.type = DataType(type);
-            linear.group_size = type == INT4 ? shape->group_size : k;
+            linear.group_size = type == INT4 ? shape->group_size : std::max<int64_t>(1, k);
         };
-        int64_t hidden = shape->hidden_size, num_bytes = 0;
+        int64_t hidden = shape->hidden_size;
+        auto define_network = [&](Linear& gate_up, Linear& down, bool is_gated, int64_t inner) {
+            define(gate_up, is_gated ? 2 * round_up(inner, 16) : inner, hidden, shape->linears);
+            define(down, hidden, inner, shape->linears);
+        };
         model->layers.resize(shape->num_layers);
         for (int64_t i = 0; i < shape->num_layers; i++) {
             Layer& layer = model->layers[i];
             layer.set_shape(layers[i]);
             int64_t inner = layer.shape.intermediate_size;
             model->intermediate_size = std::max(model->intermediate_size, inner);
-            model->has_post_norms |= layer.has_post_norm();
+            model->has_branches |= layer.has_post_norm();
             define(layer.qkv, model->qkv_size(), hidden, shape->linears);
             define(layer.output, hidden, model->attended_size(), shape->linears);
-            define(layer.gate_up, layer.shape.is_gated ? 2 * round_up(inner, 16) : inner, hidden, shape->linears);
-            define(layer.down, hidden, inner, shape->linears);
-            for (Linear* linear : layer.linears())
-                linear->offset = num_bytes, num_bytes += round_up(linear->weight_bytes(), 64);
+            define_network(layer.gate_up, layer.down, layer.shape.is_gated, inner);
+            if (layer.shape.activation == SWIGLU_CLAMPED) layer.activation_params = {layer.shape.alpha, layer.shape.limit};
+            const ExpertsShape& experts = layer.shape.experts;
+            if (experts.num_experts == 0) continue;
+            model->has_branches |= inner > 0;
+            model->max_experts = std::max(model->max_experts, experts.num_experts);
+            model->max_top_k = std::max(model->max_top_k, experts.top_k);
+            model->max_expert_size = std::max(model->max_expert_size, experts.intermediate_size);
+            define(layer.experts.router, experts.num_experts + (experts.has_shared_gate != 0), hidden, shape->dtype);
+            layer.experts.each.resize(experts.num_experts);
+            for (Expert& expert : layer.experts.each)
+                define_network(expert.gate_up, expert.down, experts.is_gated, experts.intermediate_size);
+            if (experts.activation == SWIGLU_CLAMPED) layer.experts.activation_params = {experts.alpha, experts.limit};
         }
+        place_linears(*model);
         define(model->head, shape->vocab_size, hidden, shape->head);
         link_linears(*model);
         model->pool = std::make_unique<Pool>(num_threads, std::vector<int>(cpus, cpus + num_cpus));
@@ -98,9 +113,10 @@ EXPORT Model* millrace_model_new(const Shape* shape, const LayerShape* layers, i
     }
 }
 
-// Bytes of Shape and LayerShape, for the check that library.py mirrors them.
+// Bytes of Shape, LayerShape and ExpertsShape, for the check that library.py mirrors them.
 EXPORT int64_t millrace_shape_bytes() { return sizeof(Shape); }
 EXPORT int64_t millrace_layer_shape_bytes() { return sizeof(LayerShape); }
+EXPORT int64_t millrace_experts_shape_bytes() { return sizeof(ExpertsShape); }
 
 EXPORT void millrace_model_delete(Model* model) { delete model; }
 
@@ -147,9 +163,9 @@ EXPORT int32_t millrace_set_formats(Model* model, int64_t count, const TensorFor
 }
 
 // Sets the order [k] of the columns of a matrix that has a format. Returns 0; 2: no memory.
-EXPORT int32_t millrace_set_columns(Model* model, int64_t layer, int32_t kind, const int32_t* columns) {
+EXPORT int32_t millrace_set_columns(Model* model, int64_t layer, int32_t kind, int64_t expert, const int32_t* columns) {
     try {
-        set_columns(*model, layer, TensorKind(kind), columns);
+        set_columns(*model, layer, expert, TensorKind(kind), columns);
         return 0;
     } catch (const std::bad_alloc&) {
         return 2;
@@ -166,9 +182,10 @@ EXPORT int32_t millrace_set_rows(Model* model, const GroupedRows* rows) {
 }
 
 // For tests: see `run_product`. x [num_rows, k], out [num_rows, n].
-EXPORT int32_t millrace_product(Model* model, int64_t layer, int32_t kind, const float* x, int64_t num_rows, float* out) {
+EXPORT int32_t millrace_product(Model* model, int64_t layer, int32_t kind, int64_t expert, const float* x, int64_t num_rows,
+                                float* out) {
     return run_on_step_thread(model, [&] {
-        run_product(*model, *linear_of(*model, layer, TensorKind(kind)), x, num_rows, out);
+        run_product(*model, *linear_of(*model, layer, expert, TensorKind(kind)), x, num_rows, out);
         return FINE;
     });
 }
@@ -229,8 +246,8 @@ EXPORT int32_t millrace_encode_bf16_12bit(Model* model) {
 }
 
 // The numbers that products use for a matrix, [rows, columns]. False for a tensor that is no matrix.
-EXPORT int32_t millrace_get_matrix(Model* model, int64_t layer, int32_t kind, float* numbers) {
-    return get_matrix(*model, layer, TensorKind(kind), numbers);
+EXPORT int32_t millrace_get_matrix(Model* model, int64_t layer, int32_t kind, int64_t expert, float* numbers) {
+    return get_matrix(*model, layer, expert, TensorKind(kind), numbers);
 }
 
 EXPORT int64_t millrace_weights_bytes(const Model* model) { return model->weights_bytes(); }
@@ -322,6 +339,15 @@ EXPORT int32_t millrace_head(Model* model, const float* hidden, int64_t count, f
         if (count > 0) run_head(*model, hidden, count, logits);
         return FINE;
     });
+}
+
+// For tests: the experts of each row, and their weights, [num_rows, top_k] each: see `route`. logits [num_rows, experts],
+// choice_bias [experts] or null.
+EXPORT void millrace_route(const ExpertsShape* shape, const float* logits, const float* choice_bias, int64_t num_rows,
+                           int32_t* ids, float* weights) {
+    Router router(*shape, choice_bias);
+    for (int64_t row = 0; row < num_rows; row++, ids += shape->top_k, weights += shape->top_k)
+        router.route(logits + row * shape->num_experts, ids, weights);
 }
 
 EXPORT const char* millrace_draw_fields() { return draw_field_names(); }

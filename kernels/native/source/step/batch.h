@@ -13,11 +13,28 @@
 
 namespace millrace {
 
+// Most bytes of the rows of experts, each expert's in tiles of their own, for so many pairs of a row and an expert.
+template <class Input>
+int64_t expert_rows_bytes(int64_t num_pairs, int64_t size, int64_t num_experts) {
+    if (num_pairs == 0) return 0;
+    TiledRows<Input> one{nullptr, 1, size};
+    int64_t bytes = num_pairs * one.padded_size() * int64_t(sizeof(Input));
+    bytes += std::min(num_pairs, num_experts) * (one.bytes_behind() + 64);
+    if constexpr (std::is_same<Input, SplitRow>::value) {  // whole tiles of each expert that has enough rows
+        int64_t num_tiles = num_pairs / HalfRows::ROWS + std::min(num_experts, num_pairs / MIN_ROWS_IN_HALF_TILES);
+        if (HAS_AMX) bytes += HalfRows::num_bytes(num_tiles * HalfRows::ROWS, size);
+    }
+    return round_up(bytes, 64);
+}
+
 // Addresses of a batch's activations.
 template <class Input>
 struct Activations {
     float *residual, *qkv;
-    float* branch;  // products before their norm and sum with the residual; no rows unless a layer has such norms
+    float* branch;  // products before their norm and sum with the residual, or those of a network beside experts
+    // With experts, by pair of a row and an expert: what the pair adds to the row. Behind it the rows that experts read.
+    float *normed_floats, *router_logits, *pair_outputs;
+    char *expert_inputs, *expert_inner;
     TiledRows<Input> normed, attended, inner;
     float* lora_sums;  // [rows][Model::num_lora_sums] of the product that is next: see LoraUpdate
     int64_t hidden_stride, qkv_stride;
@@ -36,7 +53,13 @@ struct Activations {
         };
         take(&residual, hidden_stride);
         take(&qkv, qkv_stride);
-        take(&branch, model.has_post_norms ? hidden_stride : 0);
+        take(&branch, model.has_branches ? hidden_stride : 0);
+        int64_t top_k = model.max_top_k, num_pairs = num_rows * top_k, num_experts = model.max_experts;
+        take(&normed_floats, top_k ? hidden_stride : 0);
+        take(&router_logits, top_k ? model.router_stride() : 0);
+        take(&pair_outputs, top_k * hidden_stride);
+        expert_inputs = memory, memory += expert_rows_bytes<Input>(num_pairs, model.shape.hidden_size, num_experts);
+        expert_inner = memory, memory += expert_rows_bytes<Input>(num_pairs, model.max_expert_size, num_experts);
         take_tiled(&normed, model.shape.hidden_size);
         take_tiled(&attended, model.attended_size());
         take_tiled(&inner, model.intermediate_size);
@@ -140,9 +163,9 @@ int64_t max_workspace_bytes(const Model& model, int64_t num_rows) {
     int64_t maximum = workspace_bytes<Weight>(model, model.head, num_rows);
     TiledRows<Input> own{nullptr, MAX_ROWS_NORMED_PER_THREAD<Input>, model.shape.hidden_size};
     maximum = std::max(maximum, own.num_rows * own.padded_size() * int64_t(sizeof(Input)));
-    for (const Layer& layer : model.layers)
-        for (const Linear* linear : layer.linears())
-            maximum = std::max(maximum, workspace_bytes<Weight>(model, *linear, num_rows));
+    for (const Layer& layer : model.layers)  // all experts have one shape
+        layer.for_each_linear(
+            [&](const Linear& linear) { maximum = std::max(maximum, workspace_bytes<Weight>(model, linear, num_rows)); }, 1);
     return round_up(maximum, 64);
 }
 

@@ -12,6 +12,7 @@
 //     output         output product, added to the residual; prefetch of the next layer's keys and values begins
 //     norm + gate_up norm, gate_up product with the activation as epilogue (linear/activations.h)
 //     down           down product, added to the residual
+//     With experts their phases instead, or behind: see experts.h.
 //     A parallel layer runs gate_up before output. A norm behind output or down is a phase that adds to the residual.
 //   select         in the last layer, after its cache write: gathers the rows whose logits are requested
 //   output head    final norm, head; logits, or argmax with the screen (output_head.h)
@@ -24,6 +25,7 @@
 
 #include "attention/attention_step.h"
 #include "linear/activations.h"
+#include "step/experts.h"
 #include "step/output_head.h"
 #include "step/norms.h"
 #include "step/rope_and_cache_write.h"
@@ -46,6 +48,7 @@ class Step {
         : model_(model), shape_(model.shape), assignment_(assignment), times_(model.phase_ns),
           layouts_(layouts_of(*inputs.cache, shape_)),
           selected_rows_(inputs), all_(model, memory, inputs), selected_(model, all_.buffers.end, selected_rows_.of(inputs)),
+          experts_of_all_(model, inputs.num_tokens), experts_of_selected_(model, selected_.inputs.num_tokens),
           rope_(model, layouts_, inputs), attention_(model, layouts_),
           output_head_(model, inputs, assignment.num_threads, uses_screen) {
         int num_threads = assignment.num_threads;
@@ -333,8 +336,9 @@ class Step {
         auto add_pairs = [&](const Linear& linear) {
             num_pairs += num_prefetch_pairs<Weight>(linear, all_.buffers.normed) / member.count;
         };
-        add_pairs(before.output), add_pairs(before.down), add_pairs(layer.qkv);
-        if (!before.shape.is_parallel) add_pairs(before.gate_up);
+        add_pairs(before.output), add_pairs(layer.qkv);
+        if (before.has_network()) add_pairs(before.down);
+        if (before.has_network() && !before.shape.is_parallel) add_pairs(before.gate_up);
         int64_t tile_bytes = KEY_TILE * layouts_[0].padded_dim() * int64_t(sizeof(Cached));
         // The other half is for what is read meanwhile.
         int64_t max_bytes = model_.cache_probe.num_bytes() / 2 / assignment_.num_concurrent;
@@ -367,13 +371,28 @@ class Step {
         auto run_gate_up = [&] {
             LoraUpdate update = update_of(batch, index, LORA_GATE_UP);
             run_normed_product(phases, batch, layer.feed_norm(), layer.gate_up, update,
-                               ActivatedOutput<Input>(layer, inner, update.if_any()));
+                               ActivatedOutput<Input>(layer.shape.activation, layer.shape.is_gated, layer.activation_params,
+                                                      inner, update.if_any()));
         };
+        auto run_output = [&] {
+            const Norm* post_norm = layer.shape.post_mixer.kind == NO_NORM ? nullptr : &layer.post_mixer;
+            run_residual_product(phases, batch, layer.output, at.attended, update_of(batch, index, LORA_OUTPUT), post_norm,
+                                 scale, [&](Member member) { begin_kv_prefetch(index + 1, member); });
+        };
+        if (layer.has_experts()) {
+            if (!layer.shape.is_parallel) run_output();
+            if (layer.has_network()) {
+                run_gate_up();
+                run_product(phases, layer.down, inner, update_of(batch, index, LORA_DOWN),
+                            FloatOutput{at.branch, at.hidden_stride, StoreMode::STORE}, [](Member) {});
+            }
+            (&batch == &all_ ? experts_of_all_ : experts_of_selected_).run(batch, index, times_, phases);
+            if (layer.shape.is_parallel) run_output();
+            return;
+        }
         if (layer.shape.is_parallel) run_gate_up();  // before the residual changes
-        const Norm* post_mixer = layer.shape.post_mixer.kind == NO_NORM ? nullptr : &layer.post_mixer;
         const Norm* post_feed = layer.shape.post_feed.kind == NO_NORM ? nullptr : &layer.post_feed;
-        run_residual_product(phases, batch, layer.output, at.attended, update_of(batch, index, LORA_OUTPUT), post_mixer, scale,
-                             [&](Member member) { begin_kv_prefetch(index + 1, member); });
+        run_output();
         if (!layer.shape.is_parallel) run_gate_up();
         run_residual_product(phases, batch, layer.down, inner, update_of(batch, index, LORA_DOWN), post_feed, scale,
                              [](Member) {});
@@ -413,6 +432,7 @@ class Step {
     std::vector<CacheLayout<Cached>> layouts_;  // by kind
     SelectedRows selected_rows_;
     Batch<Input> all_, selected_;
+    ExpertStep<Weight> experts_of_all_, experts_of_selected_;  // of the two batches
     std::vector<KvPrefetcher> kv_prefetchers_;  // per thread; empty if nothing is prefetched a layer ahead
     RopeAndCacheWrite<Cached> rope_;
     AttentionStep<Input, Cached> attention_;

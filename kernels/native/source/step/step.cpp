@@ -23,7 +23,7 @@ auto with_weight_type(const Model& model, const Use& use) {
 
 // Threads that pay: one for a model that is done before another thread wakes up.
 int threads_for(const Model& model, int64_t num_rows) {
-    int64_t work = model.weights_bytes() * std::max<int64_t>(1, num_rows / 4);
+    int64_t work = model.weights_bytes(model.max_top_k) * std::max<int64_t>(1, num_rows / 4);
     return int(std::min<int64_t>(model.pool->limit.load(), std::max<int64_t>(1, work / model.min_work_per_thread)));
 }
 

@@ -41,9 +41,9 @@ constexpr bool CAN_SPLIT_STEP = !USES_AMX<InputOf<Weight>> && !IS_GROUPED<Weight
 // Whether the rows of a step can be split: rows of decoding sequences, without AMX, by two threads. Sequences share
 // blocks of earlier steps only, so that no row reads what another row of the step writes.
 template <class Weight>
-bool can_split_step(const StepInputs& inputs, int num_threads) {
-    if (!CAN_SPLIT_STEP<Weight> || num_threads != 2 || inputs.num_tokens != inputs.num_logits || inputs.hidden)
-        return false;
+bool can_split_step(const Model& model, const StepInputs& inputs, int num_threads) {
+    if (!CAN_SPLIT_STEP<Weight> || model.max_experts > 0) return false;  // experts would be read by both threads
+    if (num_threads != 2 || inputs.num_tokens != inputs.num_logits || inputs.hidden) return false;
     if (inputs.num_tokens < MIN_SPLIT_ROWS || !has_one_token_each(inputs)) return false;
     for (int64_t i = 0; i < inputs.num_tokens; i++)
         if (inputs.logits_rows[i] != i) return false;
@@ -130,7 +130,7 @@ int64_t run_whole(Model& model, const StepInputs& inputs, int num_threads, bool 
 
 template <class Weight, class Cached>
 void run_cached(Model& model, const StepInputs& inputs, int num_threads) {
-    bool uses_screen = use_screen(&model.screen, inputs), can_split = can_split_step<Weight>(inputs, num_threads);
+    bool uses_screen = use_screen(&model.screen, inputs), can_split = can_split_step<Weight>(model, inputs, num_threads);
     SplitTuner::Kind kind{inputs.num_tokens, uses_screen ? 2 : inputs.argmax ? 1 : 0};
     model.screen.num_candidates = -1, model.screen.num_refined = model.kv_prefetched_bytes = 0;
     model.is_step_split = can_split && model.split_tuner.should_split(kind);
@@ -165,7 +165,7 @@ int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_log
     int64_t activations = step_activation_bytes<InputOf<Weight>>(model, num_tokens, num_logits);
     int num_threads = model.pool->size();
     // Rows that may be split.
-    int64_t num_split = !CAN_SPLIT_STEP<Weight> || num_threads == 1 ? 0 : std::min(num_tokens, num_logits);
+    int64_t num_split = !CAN_SPLIT_STEP<Weight> || num_threads == 1 || model.max_experts > 0 ? 0 : std::min(num_tokens, num_logits);
     if (num_split >= MIN_SPLIT_ROWS) activations = std::max(activations, split_bytes<Weight>(model, num_split));
     int64_t num_screened = model.screen.is_made() ? std::min(num_logits, MAX_SCREENED_ROWS) : 0;
     int64_t screening = 0;

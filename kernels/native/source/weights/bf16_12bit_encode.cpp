@@ -237,7 +237,7 @@ void encode_bf16_12bit(Model& model) {
         }
     };
     for (Layer& layer : model.layers)
-        for (Linear* linear : layer.linears()) encode(*linear);
+        layer.for_each_linear(encode);
     model.weights.shrink(encoder.end());
     try {
         encoder.encode_in_place(model.head);

@@ -140,13 +140,26 @@ struct Norm {
     int64_t num_bytes() const { return 4 * int64_t(weight.size() + bias.size()); }
 };
 
-// Aligned so that the shape takes two cache lines, and each norm one.
+// A network of which tokens take some.
+struct Expert {
+    Linear gate_up, down;
+};
+
+struct Experts {
+    Linear router;  // [experts, and a row more for the gate of the other network]; in the model's dtype
+    std::vector<float> choice_bias;        // [experts], added to scores to choose; empty: none
+    std::vector<float> activation_params;  // of all experts
+    std::vector<Expert> each;              // empty: the layer has none
+};
+
+// Aligned so that the norms take a cache line each.
 struct alignas(64) Layer {
     LayerShape shape;
     Norm pre_mixer, post_mixer, pre_feed, post_feed, q_norm, k_norm;
     Linear qkv, output, gate_up, down;  // gate_up: 16 columns of gate, 16 of up, alternating; up alone if not gated
     std::vector<float> activation_params;  // those of the activation
     std::vector<float> sinks;              // [heads], if it has any
+    Experts experts;                       // beside gate_up and down, or instead
 
     void set_shape(const LayerShape& its) {
         shape = its;
@@ -162,14 +175,24 @@ struct alignas(64) Layer {
 
     bool has_post_norm() const { return shape.post_mixer.kind != NO_NORM || shape.post_feed.kind != NO_NORM; }
 
-    // The linears in the order in which they are multiplied and lie in `Model::weights`.
-    std::array<Linear*, 4> linears() {
-        if (shape.is_parallel) return {&qkv, &gate_up, &output, &down};
-        return {&qkv, &output, &gate_up, &down};
+    bool has_experts() const { return !experts.each.empty(); }
+    bool has_network() const { return shape.intermediate_size > 0; }
+
+    // Calls use(linear) for the linears in the order in which they lie in `Model::weights`, which is that in which they
+    // are multiplied; of the first `max_experts` experts.
+    template <class Use>
+    void for_each_linear(const Use& use, size_t max_experts = SIZE_MAX) {
+        use(qkv);
+        if (!shape.is_parallel) use(output);
+        if (has_network()) use(gate_up);
+        if (shape.is_parallel) use(output);
+        if (has_network()) use(down);
+        for (size_t i = 0; i < std::min(max_experts, experts.each.size()); i++)
+            use(experts.each[i].gate_up), use(experts.each[i].down);
     }
-    std::array<const Linear*, 4> linears() const {
-        auto all = const_cast<Layer*>(this)->linears();
-        return {all[0], all[1], all[2], all[3]};
+    template <class Use>
+    void for_each_linear(const Use& use, size_t max_experts = SIZE_MAX) const {
+        const_cast<Layer*>(this)->for_each_linear([&](const Linear& linear) { use(linear); }, max_experts);
     }
     std::array<const Norm*, 6> norms() const { return {&pre_mixer, &post_mixer, &pre_feed, &post_feed, &q_norm, &k_norm}; }
 };
@@ -277,10 +300,12 @@ struct Model {
     Shape shape;
     std::vector<Layer> layers;
     int64_t intermediate_size = 0;  // the largest of the layers
-    bool has_post_norms = false;    // in any layer
+    bool has_branches = false;      // any layer has a norm behind a product, or a network beside experts
+    int64_t max_experts = 0, max_top_k = 0, max_expert_size = 0;  // the most of a layer
     Norm embedding_norm, final_norm;
     Linear head;
     ArgmaxScreen screen;  // of the head
+    int64_t layers_bytes = 0;  // of `weights`, once it is allocated
     Memory weights;  // of all layers' linears, contiguous, so that large pages hold them whole; empty until one is set
     Memory embedding;  // [V, hidden]; empty if the head is the embedding
     Linear embedding_codes;  // the same in groups of codes
@@ -317,8 +342,9 @@ struct Model {
 
     int64_t qkv_size() const { return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim; }
     int64_t attended_size() const { return shape.num_heads * shape.head_dim; }
-    int64_t max_columns() const { return std::max({shape.hidden_size, attended_size(), intermediate_size}); }
-    int64_t weights_bytes() const;
+    int64_t max_columns() const { return std::max({shape.hidden_size, attended_size(), intermediate_size, max_expert_size}); }
+    int64_t router_stride() const { return round_up(max_experts + 1, PANEL); }  // logits of a row
+    int64_t weights_bytes(size_t max_experts_of_layer = SIZE_MAX) const;
     char* workspace_of(int thread) const { return workspace.as<char>() + thread * workspace_stride; }
 };
 
@@ -334,11 +360,16 @@ enum TensorKind : int32_t {
     EMBEDDING, HEAD, FINAL_NORM, PRE_MIXER, PRE_FEED, Q_NORM, K_NORM,
     Q, K, V, O, GATE, UP, DOWN, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
     POST_MIXER, POST_FEED, PRE_MIXER_BIAS, PRE_FEED_BIAS, POST_MIXER_BIAS, POST_FEED_BIAS, Q_NORM_BIAS, K_NORM_BIAS,
-    SINKS, ACTIVATION_PARAMS, LEARNED_POSITIONS, EMBEDDING_NORM, EMBEDDING_NORM_BIAS, FINAL_NORM_BIAS, HEAD_BIAS
+    SINKS, ACTIVATION_PARAMS, LEARNED_POSITIONS, EMBEDDING_NORM, EMBEDDING_NORM_BIAS, FINAL_NORM_BIAS, HEAD_BIAS,
+    ROUTER, ROUTER_BIAS, CHOICE_BIAS, SHARED_GATE, EXPERT_GATE, EXPERT_UP, EXPERT_DOWN, EXPERT_GATE_BIAS, EXPERT_UP_BIAS,
+    EXPERT_DOWN_BIAS
 };
 
 // Sets `Linear::next` of each linear.
 void link_linears(Model& model);
+
+// Sets where each linear lies in `Model::weights`, by their sizes.
+void place_linears(Model& model);
 
 // A tensor of a checkpoint, [rows, columns]. Mirrored by `TensorStruct` in library.py.
 struct Tensor {
@@ -348,6 +379,7 @@ struct Tensor {
     const void* data;
     int64_t map_bytes;  // of a file mapping, whose pages may be dropped once the tensor is packed; 0: none
     int64_t first_row, num_rows;  // the rows that `data` has, of a matrix or a table; num_rows 0: all
+    int64_t expert;               // whose tensor it is, if experts have such
 };
 
 // Packs a tensor into its linear, which must not be 12-bit; quantizes it if its format is of `own_formats` in grouped.py.
@@ -356,7 +388,7 @@ bool set_tensor(Model& model, const Tensor& tensor);
 
 // The format of a matrix in groups of codes. Mirrored by `FormatStruct` in library.py.
 struct TensorFormat {
-    int64_t layer;
+    int64_t layer, expert;
     TensorKind kind;
     GroupedFormat format;
 };
@@ -365,15 +397,15 @@ struct TensorFormat {
 bool set_formats(Model& model, int64_t count, const TensorFormat* formats);
 
 // Sets the order of a matrix's columns, [k], which must be that of all matrices in its product. Before its rows.
-void set_columns(Model& model, int64_t layer, TensorKind kind, const int32_t* columns);
+void set_columns(Model& model, int64_t layer, int64_t expert, TensorKind kind, const int32_t* columns);
 
 // Packs rows of a matrix that has a format. False if a scale or offset is not finite.
 bool set_rows(Model& model, const GroupedRows& rows);
 
 // The linear that has a matrix; null for another tensor.
-const Linear* linear_of(Model& model, int64_t layer, TensorKind kind);
+const Linear* linear_of(Model& model, int64_t layer, int64_t expert, TensorKind kind);
 
 // The numbers that products use for a matrix, [rows, columns]. False for another tensor, or one that is not set.
-bool get_matrix(Model& model, int64_t layer, TensorKind kind, float* numbers);
+bool get_matrix(Model& model, int64_t layer, int64_t expert, TensorKind kind, float* numbers);
 
 }  // namespace millrace

@@ -8,7 +8,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <new>
+#include <tuple>
 
 #include "grouped/grouped_linear.h"
 #include "grouped/pack_rows.h"
@@ -75,7 +77,7 @@ void Memory::shrink(int64_t num_bytes) {
 #endif
 }
 
-int64_t Model::weights_bytes() const {
+int64_t Model::weights_bytes(size_t max_experts_of_layer) const {
     auto of = [](const Linear& linear) {
         int64_t numbers = linear.weight.num_bytes() + linear.raw_blocks.num_bytes();
         return numbers + linear.scales.num_bytes() + int64_t(linear.bias.size()) * 4;
@@ -83,7 +85,8 @@ int64_t Model::weights_bytes() const {
     int64_t total = embedding.num_bytes() + learned_positions.num_bytes() + of(head) + of(embedding_codes) + final_norm.num_bytes() +
                     embedding_norm.num_bytes();
     for (const Layer& layer : layers) {
-        for (const Linear* linear : layer.linears()) total += of(*linear);
+        layer.for_each_linear([&](const Linear& linear) { total += of(linear); }, max_experts_of_layer);
+        total += of(layer.experts.router) + 4 * int64_t(layer.experts.choice_bias.size());
         for (const Norm* norm : layer.norms()) total += norm->num_bytes();
         total += 4 * int64_t(layer.sinks.size() + layer.activation_params.size());
     }
@@ -93,8 +96,20 @@ int64_t Model::weights_bytes() const {
 void link_linears(Model& model) {
     Linear* before = &model.head;
     for (Layer& layer : model.layers)
-        for (Linear* linear : layer.linears()) before->next = linear, before = linear;
+        layer.for_each_linear([&](Linear& linear) {
+            // Before the experts are known, the router is next.
+            bool is_first_of_experts = layer.has_experts() && &linear == &layer.experts.each[0].gate_up;
+            before->next = is_first_of_experts ? &layer.experts.router : &linear, before = &linear;
+        });
     before->next = model.shape.has_head ? &model.head : model.head.next;
+}
+
+void place_linears(Model& model) {
+    model.layers_bytes = 0;
+    for (Layer& layer : model.layers)
+        layer.for_each_linear([&](Linear& linear) {
+            linear.offset = model.layers_bytes, model.layers_bytes += round_up(linear.weight_bytes(), 64);
+        });
 }
 
 namespace {
@@ -153,7 +168,7 @@ struct RowPlacement {  // maps a tensor's rows to columns of a fused linear
     int64_t column(int64_t row) const { return half < 0 ? offset + row : interleaved(row, half); }
 };
 
-RowPlacement up_place(const Layer& layer) { return layer.shape.is_gated ? RowPlacement{0, 1} : RowPlacement{}; }
+RowPlacement up_place(bool is_gated) { return is_gated ? RowPlacement{0, 1} : RowPlacement{}; }
 
 struct Matrix {  // where a matrix is stored
     Linear* linear = nullptr;
@@ -163,12 +178,26 @@ struct Matrix {  // where a matrix is stored
 };
 
 // `linear` is null for a tensor that is no matrix.
-Matrix matrix_of(Model& model, int64_t index, TensorKind kind) {
+Matrix matrix_of_experts(Layer& layer, int64_t expert, TensorKind kind, int64_t hidden) {
+    const ExpertsShape& shape = layer.shape.experts;
+    if (kind == ROUTER) return {&layer.experts.router, {}, shape.num_experts};
+    if (kind == SHARED_GATE) return {&layer.experts.router, {shape.num_experts}, 1};
+    Expert& its = layer.experts.each[expert];
+    switch (kind) {
+        case EXPERT_GATE: return {&its.gate_up, {0, 0}, shape.intermediate_size};
+        case EXPERT_UP: return {&its.gate_up, up_place(shape.is_gated), shape.intermediate_size};
+        case EXPERT_DOWN: return {&its.down, {}, hidden};
+        default: return {};
+    }
+}
+
+Matrix matrix_of(Model& model, int64_t index, int64_t expert, TensorKind kind) {
     const Shape& shape = model.shape;
     int64_t hidden = shape.hidden_size;
     int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
     if (kind == HEAD || (kind == EMBEDDING && shape.is_tied)) return {&model.head, {}, shape.vocab_size};
     if (kind == EMBEDDING && model.embedding_codes.type == GROUPED) return {&model.embedding_codes, {}, shape.vocab_size};
+    if (kind >= ROUTER) return matrix_of_experts(model.layers[index], expert, kind, hidden);
     if (kind < Q || kind > DOWN) return {};
     Layer& layer = model.layers[index];
     int64_t inner = layer.shape.intermediate_size;
@@ -178,7 +207,7 @@ Matrix matrix_of(Model& model, int64_t index, TensorKind kind) {
         case V: return {&layer.qkv, {heads + kv}, kv};
         case O: return {&layer.output, {}, hidden};
         case GATE: return {&layer.gate_up, {0, 0}, inner};
-        case UP: return {&layer.gate_up, up_place(layer), inner};
+        case UP: return {&layer.gate_up, up_place(layer.shape.is_gated), inner};
         default: return {&layer.down, {}, hidden};
     }
 }
@@ -333,10 +362,7 @@ bool quantize_rows(Pool& pool, const Matrix& matrix, const void* data, DataType 
 // A layer linear's part of the memory of all layers. The memory is allocated with the first linear: until then the free
 // memory still shows whether the model is too large.
 Memory layer_memory(Model& model, const Linear& linear) {
-    if (!model.weights.num_bytes()) {
-        const Linear& last = model.layers.back().down;
-        model.weights = Memory::prefaulted(last.offset + last.weight_bytes(), *model.pool);
-    }
+    if (!model.weights.num_bytes()) model.weights = Memory::prefaulted(model.layers_bytes, *model.pool);
     return Memory(model.weights, linear.offset, linear.weight_bytes());
 }
 
@@ -364,16 +390,16 @@ void make_screen(Model& model) {
     model.screen = std::move(screen);
 }
 
-void allocate(Model& model, Linear& linear) {
+void allocate(Model& model, Linear& linear, bool is_router = false) {
     if (linear.weight.num_bytes()) return;
-    bool is_of_model = &linear == &model.head || &linear == &model.embedding_codes;
-    linear.weight = is_of_model ? Memory::prefaulted(linear.weight_bytes(), *model.pool) : layer_memory(model, linear);
+    bool is_apart = is_router || &linear == &model.head || &linear == &model.embedding_codes;
+    linear.weight = is_apart ? Memory::prefaulted(linear.weight_bytes(), *model.pool) : layer_memory(model, linear);
     if (linear.is_quantized()) linear.scales = Memory(linear.num_panels() * linear.num_groups() * PANEL * 2);
 }
 
-bool set_matrix(Model& model, const Matrix& matrix, const void* data, DataType type) {
+bool set_matrix(Model& model, const Matrix& matrix, const void* data, DataType type, bool is_router) {
     Linear& linear = *matrix.linear;
-    allocate(model, linear);
+    allocate(model, linear, is_router);
     switch (linear.type) {
         case INT8: return pack_rows<int8_t>(*model.pool, matrix, data, type);
         case INT4: return pack_rows<Int4Pair>(*model.pool, matrix, data, type);
@@ -413,7 +439,7 @@ bool pack(Model& model, const Tensor& tensor) {
     TensorKind kind = tensor.kind;
     const void* data = tensor.data;
     DataType type = tensor.type;
-    Matrix matrix = matrix_of(model, index, kind);
+    Matrix matrix = matrix_of(model, index, tensor.expert, kind);
     if (matrix.linear) {
         bool is_head = matrix.linear == &model.head, is_last = true;
         if (tensor.num_rows) {
@@ -421,7 +447,7 @@ bool pack(Model& model, const Tensor& tensor) {
             matrix.first_row = tensor.first_row, matrix.num_rows = tensor.num_rows;
         }
         if (is_head) model.screen = ArgmaxScreen();
-        if (!set_matrix(model, matrix, data, type)) return false;
+        if (!set_matrix(model, matrix, data, type, kind == ROUTER || kind == SHARED_GATE)) return false;
         auto make = model.head.type == BFLOAT16 ? make_screen<bf16> : make_screen<float>;
         if (is_head && is_last && can_screen(model)) make(model);
         return true;
@@ -466,8 +492,21 @@ bool pack(Model& model, const Tensor& tensor) {
         case V_BIAS: return set_bias(model, layer.qkv, {heads + kv}, kv, data, type);
         case O_BIAS: return set_bias(model, layer.output, {}, hidden, data, type);
         case GATE_BIAS: return set_bias(model, layer.gate_up, {0, 0}, inner, data, type);
-        case UP_BIAS: return set_bias(model, layer.gate_up, up_place(layer), inner, data, type);
+        case UP_BIAS: return set_bias(model, layer.gate_up, up_place(layer.shape.is_gated), inner, data, type);
         case DOWN_BIAS: return set_bias(model, layer.down, {}, hidden, data, type);
+        default: break;
+    }
+    Experts& experts = layer.experts;
+    const ExpertsShape& its = layer.shape.experts;
+    if (kind < ROUTER_BIAS || !layer.has_experts()) return false;
+    Expert& expert = experts.each[tensor.expert];
+    switch (kind) {
+        case ROUTER_BIAS: return set_bias(model, experts.router, {}, its.num_experts, data, type);
+        case CHOICE_BIAS: return set_floats(experts.choice_bias, 0, its.num_experts, data, type, FLOAT32);
+        case EXPERT_GATE_BIAS: return set_bias(model, expert.gate_up, {0, 0}, its.intermediate_size, data, type);
+        case EXPERT_UP_BIAS:
+            return set_bias(model, expert.gate_up, up_place(its.is_gated), its.intermediate_size, data, type);
+        case EXPERT_DOWN_BIAS: return set_bias(model, expert.down, {}, hidden, data, type);
         default: return false;
     }
 }
@@ -491,13 +530,13 @@ bool set_tensor(Model& model, const Tensor& tensor) {
     return is_finite;
 }
 
-void set_columns(Model& model, int64_t layer, TensorKind kind, const int32_t* columns) {
-    Linear& linear = *matrix_of(model, layer, kind).linear;
+void set_columns(Model& model, int64_t layer, int64_t expert, TensorKind kind, const int32_t* columns) {
+    Linear& linear = *matrix_of(model, layer, expert, kind).linear;
     linear.columns.assign(columns, columns + linear.k);
 }
 
 bool set_rows(Model& model, const GroupedRows& rows) {
-    Matrix matrix = matrix_of(model, rows.layer, TensorKind(rows.kind));
+    Matrix matrix = matrix_of(model, rows.layer, rows.expert, TensorKind(rows.kind));
     Linear& linear = *matrix.linear;
     allocate(model, linear);
     GroupedPart& part = linear.parts[linear.part_index(matrix.place.column(rows.first_row) / PANEL)];
@@ -535,40 +574,49 @@ bool set_parts(Linear& linear, const std::vector<std::pair<int64_t, const Groupe
 
 bool set_formats(Model& model, int64_t count, const TensorFormat* formats) {
     const Shape& shape = model.shape;
-    auto find = [&](int64_t layer, TensorKind kind) -> const GroupedFormat* {
-        for (int64_t i = 0; i < count; i++)
-            if (formats[i].layer == layer && formats[i].kind == kind) return &formats[i].format;
-        return nullptr;
+    std::map<std::tuple<int64_t, int64_t, TensorKind>, const GroupedFormat*> by_place;
+    for (int64_t i = 0; i < count; i++) by_place[{formats[i].layer, formats[i].expert, formats[i].kind}] = &formats[i].format;
+    auto find = [&](int64_t layer, TensorKind kind, int64_t expert = 0) -> const GroupedFormat* {
+        auto found = by_place.find({layer, expert, kind});
+        return found == by_place.end() ? nullptr : found->second;
     };
-    auto set_alone = [&](Linear& linear, TensorKind kind, int64_t layer = 0) {
-        const GroupedFormat* format = find(layer, kind);
+    auto set_alone = [&](Linear& linear, TensorKind kind, int64_t layer = 0, int64_t expert = 0) {
+        const GroupedFormat* format = find(layer, kind, expert);
         return !format || set_parts(linear, {{linear.n, format}});
+    };
+    // Gate and up are one product, if there is a gate.
+    auto set_gate_up = [&](Linear& linear, bool is_gated, TensorKind gate, TensorKind up, int64_t layer, int64_t expert = 0) {
+        const GroupedFormat *of_gate = find(layer, gate, expert), *of_up = find(layer, up, expert);
+        if (!is_gated || (!of_gate && !of_up)) return set_alone(linear, up, layer, expert);
+        return of_gate && of_up && *of_gate == *of_up && set_parts(linear, {{linear.n, of_up}});
     };
     model.is_grouped = true;
     bool are_set = true;
-    int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim, num_bytes = 0;
+    int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
     for (int64_t i = 0; i < shape.num_layers; i++) {
         Layer& layer = model.layers[i];
         if (find(i, Q) || find(i, K) || find(i, V))
             are_set &= set_parts(layer.qkv, {{heads, find(i, Q)}, {kv, find(i, K)}, {kv, find(i, V)}});
-        const GroupedFormat* up = find(i, UP);
-        if (layer.shape.is_gated && (up || find(i, GATE)))
-            are_set &= up && find(i, GATE) && *up == *find(i, GATE) && set_parts(layer.gate_up, {{layer.gate_up.n, up}});
-        else
-            are_set &= set_alone(layer.gate_up, UP, i);
+        are_set &= set_gate_up(layer.gate_up, layer.shape.is_gated, GATE, UP, i);
         are_set &= set_alone(layer.output, O, i) && set_alone(layer.down, DOWN, i);
-        for (Linear* linear : layer.linears())
-            linear->offset = num_bytes, num_bytes += round_up(linear->weight_bytes(), 64);
+        for (size_t e = 0; e < layer.experts.each.size(); e++) {
+            Expert& expert = layer.experts.each[e];
+            are_set &= set_gate_up(expert.gate_up, layer.shape.experts.is_gated, EXPERT_GATE, EXPERT_UP, i, int64_t(e));
+            are_set &= set_alone(expert.down, EXPERT_DOWN, i, int64_t(e));
+        }
     }
+    place_linears(model);
     if (shape.is_tied) return are_set && set_alone(model.head, EMBEDDING);
     model.embedding_codes.n = shape.vocab_size, model.embedding_codes.k = shape.hidden_size;
     return are_set && set_alone(model.head, HEAD) && set_alone(model.embedding_codes, EMBEDDING);
 }
 
-const Linear* linear_of(Model& model, int64_t layer, TensorKind kind) { return matrix_of(model, layer, kind).linear; }
+const Linear* linear_of(Model& model, int64_t layer, int64_t expert, TensorKind kind) {
+    return matrix_of(model, layer, expert, kind).linear;
+}
 
-bool get_matrix(Model& model, int64_t index, TensorKind kind, float* numbers) {
-    Matrix matrix = matrix_of(model, index, kind);
+bool get_matrix(Model& model, int64_t index, int64_t expert, TensorKind kind, float* numbers) {
+    Matrix matrix = matrix_of(model, index, expert, kind);
     if (!matrix.linear || !matrix.linear->weight.num_bytes()) return false;
     auto read = model.is_grouped                 ? read_any_row
                 : model.shape.dtype == BFLOAT16 ? read_row<bf16>

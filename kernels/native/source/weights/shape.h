@@ -10,8 +10,8 @@ namespace millrace {
 
 enum NormKind : int32_t { NO_NORM, RMS_NORM, LAYER_NORM };
 
-// The function between a feed-forward network's products. XIELU has two parameters.
-enum ActivationKind : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, NUM_ACTIVATION_KINDS };
+// The function between a feed-forward network's products. XIELU and SWIGLU_CLAMPED have two parameters.
+enum ActivationKind : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, XIELU, SWIGLU_CLAMPED, NUM_ACTIVATION_KINDS };
 
 struct NormShape {
     NormKind kind;
@@ -19,14 +19,34 @@ struct NormShape {
     int32_t is_exact;  // the weight and bias stay float32; else they are rounded to the model's dtype
 };
 
+// Experts of a layer, and how a token's are chosen: see step/route.h. Mirrored by `ExpertsStruct` in library.py.
+struct ExpertsShape {
+    int64_t num_experts;       // 0: the layer has none
+    int64_t top_k;             // of a token
+    int64_t intermediate_size;
+    int64_t num_groups, num_groups_kept;  // runs of experts of equal length, and those whose experts can be chosen
+    float norm_eps, norm_min;  // added to the sum of a token's weights before they are divided by it, and its least value
+    float scale;               // multiplies the weights
+    float alpha, limit;        // of SWIGLU_CLAMPED
+    ActivationKind activation;
+    int32_t is_gated;
+    int32_t is_sigmoid;             // scores are sigmoids of the logits; else their softmax
+    int32_t is_softmax_of_chosen;   // weights are the softmax of the chosen logits alone
+    int32_t divides_by_sum;         // weights are divided by their sum
+    int32_t sums_two_of_group;      // a group counts as its best two scores; else as its best
+    int32_t scales_input;           // weights multiply what experts read; else what they give
+    int32_t has_shared_gate;        // the other network's output is multiplied by a sigmoid
+};
+
 struct LayerShape {  // mirrored by `LayerStruct` in library.py
     int64_t window;                // keys a query sees, itself included; 0: all
-    int64_t intermediate_size;
+    int64_t intermediate_size;     // of the network that all tokens take; 0: there are experts alone
     int64_t temper_length;         // queries at position p are multiplied by 1 + temper * ln(1 + p / length); 0: not
     float temper;
     float attention_scale;         // of scores; 0: 1 / sqrt(head_dim)
     float soft_cap;                // scores become cap * tanh(score / cap); 0: none
     float residual_scale;          // multiplies what is added to the residual
+    float alpha, limit;            // of SWIGLU_CLAMPED
     int32_t rope;                  // index of the rotary table; -1: not rotated
     ActivationKind activation;
     int32_t is_gated;              // activation(gate x) * up x; else activation(up x)
@@ -35,6 +55,7 @@ struct LayerShape {  // mirrored by `LayerStruct` in library.py
     int32_t is_qk_norm_after_rope;
     int32_t has_weight_per_head;   // the q and k norms have a weight of their own per head
     NormShape pre_mixer, post_mixer, pre_feed, post_feed, qk_norm;
+    ExpertsShape experts;
 };
 
 struct Shape {  // mirrored by `ShapeStruct` in library.py

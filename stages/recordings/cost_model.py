@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from ..messages import StepDone, TokenRequest
 from ..schedule.step_timing.step_time_model import StepContents, least_squares
-from .format import Fields, InvalidValue, MessageFields, RecordedEngine, read_engine
+from .field_values import InvalidValue, MessageFields
+from .format import Fields, RecordedEngine, read_engine
 from .reader import AllocateCall, Recording, RecordingError, ScheduleCall
 
 VERSION = 1
@@ -183,7 +184,7 @@ def _contents(fields: Fields) -> tuple[int, StepContents]:
 
 
 def _is_copy(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and isinstance(value[1], list)
+    return isinstance(value, list) and len(value) in (3, 4) and isinstance(value[1], list)
 
 
 def _column(contents: StepContents) -> list[float]:

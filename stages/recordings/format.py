@@ -31,10 +31,11 @@ import base64
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from ...kernels.layout.kv_layout import KindName, KVKind, KVLayout
 from ..config import MAX_LORAS, MAX_SPECULATIVE_TOKENS, EngineConfig
 from ..messages import (
     AdapterRef,
@@ -52,8 +53,11 @@ from ..outputs import ModelInfo
 from ..params import SamplingParams
 from ..pooling_params import KINDS, PoolingParams
 from ..schedule.speculation import num_speculative_tokens
+from .field_values import InvalidValue, MessageFields, shown
 
 VERSION = 3  # of the format; the reader refuses any other
+MAX_KINDS, MAX_LAYERS = 16, 4096  # of a layout
+MAX_BYTES = 2**40  # of a block or a slab
 Fields = dict[str, Any]  # of a message: plain values and arrays
 
 
@@ -77,6 +81,8 @@ class RecordedEngine:
     most_drafts: int = 0  # per step; 0: no drafts
     short_length: int = 0  # as in `ModelInfo`
     max_loras: int = 0  # adapters on the device at once; 0: none
+    kv_layout: KVLayout | None = None  # as in `ModelInfo`
+    num_more_host_blocks: tuple[int, ...] = ()  # the same
 
     @classmethod
     def of(cls, config: EngineConfig, info: ModelInfo, max_waiting: int) -> RecordedEngine:
@@ -92,13 +98,24 @@ class RecordedEngine:
             "itl_target_ms": info.itl_target_ms,
             "short_length": info.short_length,
             "max_loras": config.max_loras if config.enable_lora else 0,
+            "kv_layout": info.kv_layout,
+            "num_more_host_blocks": info.num_more_host_blocks,
         }
         values: Fields = {name: getattr(config, name, None) for name in cls.__slots__}
         return cls(**{**values, **resolved})
 
     def to_fields(self) -> Fields:
-        """As plain values."""
-        return {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        """As plain values. Of an engine with one kind of memory without those of kinds."""
+        plain_values: Fields = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        layout, num_more = plain_values.pop("kv_layout"), plain_values.pop("num_more_host_blocks")
+        if layout is not None:
+            plain_values |= {"kv_layout": layout_fields(layout), "num_more_host_blocks": list(num_more)}
+        return plain_values
+
+    @property
+    def has_kinds(self) -> bool:
+        """Whether its cache has several kinds of memory."""
+        return self.kv_layout is not None and len(self.kv_layout.kinds) > 1
 
 
 class UnchangedFields:
@@ -192,9 +209,14 @@ def report_fields(report: PlanReport) -> Fields:
     }
 
 
-def grant_fields(grant: StepGrant) -> Fields:
-    """The fields of a grant."""
-    return {
+def grant_fields(grant: StepGrant, *, has_kinds: bool = False) -> Fields:
+    """The fields of a grant. `has_kinds`: with those of kinds of memory after the first."""
+    more: Fields = {}
+    if has_kinds:
+        more["more_tables"] = [
+            [each.kind, each.slots.tolist(), each.places.tolist(), each.blocks.tolist()] for each in grant.more_tables
+        ]
+    return more | {
         "step": grant.step,
         "generation": grant.generation,
         "slots": grant.slots,
@@ -207,7 +229,15 @@ def grant_fields(grant: StepGrant) -> Fields:
         "is_decode": grant.is_decode,
         "num_drafts": None if grant.drafts is None else grant.drafts.counts,
         "started": [[each.slot, each.sequence_id, each.num_cached, each.num_shared] for each in grant.started],
-        "copies": [[int(copy.direction), copy.sources.tolist(), copy.destinations.tolist()] for copy in grant.copies],
+        "copies": [
+            [
+                int(copy.direction),
+                copy.sources.tolist(),
+                copy.destinations.tolist(),
+                *([copy.kind] if copy.kind else ()),
+            ]
+            for copy in grant.copies
+        ],
         "adapter_loads": [list(each) for each in grant.adapter_loads],
     }
 
@@ -277,79 +307,6 @@ def to_base64(token_ids: Ints) -> str:
     return base64.b64encode(token_ids.astype("<i4").tobytes()).decode()
 
 
-class InvalidValue(ValueError):
-    """An invalid value in a recording. The message names it and the valid values."""
-
-
-@dataclass(frozen=True, slots=True)
-class MessageFields:
-    """The fields of a message from a file.
-
-    Each method checks one field and returns it, or raises `InvalidValue`.
-    """
-
-    kind: str
-    values: Mapping[str, Any]
-
-    def whole(self, name: str, least: int = 0, most: int = 2**31 - 1) -> int:
-        """A whole number."""
-        value = self.values.get(name)
-        if type(value) is not int or not least <= value <= most:
-            raise InvalidValue(f"{self.kind}.{name} = {shown(value)}: must be a whole number from {least} to {most}")
-        return value
-
-    def number(self, name: str, least: float = 0.0) -> float:
-        """A finite number."""
-        value: Any = self.values.get(name)
-        if type(value) not in (int, float) or not least <= value < float("inf"):
-            raise InvalidValue(f"{self.kind}.{name} = {shown(value)}: must be a finite number of at least {least:g}")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        """True or false."""
-        value = self.values.get(name)
-        if type(value) is not bool:
-            raise InvalidValue(f"{self.kind}.{name} = {shown(value)}: must be true or false")
-        return value
-
-    def text(self, name: str, most: int = 512) -> str:
-        """A text of at most `most` characters."""
-        value = self.values.get(name)
-        if type(value) is not str or len(value) > most:
-            raise InvalidValue(f"{self.kind}.{name} = {shown(value)}: must be a text of at most {most} characters")
-        return value
-
-    def wholes(self, name: str, most: int, least: int = 0) -> list[int]:
-        """A list of whole numbers."""
-        values = self.values.get(name)
-        if type(values) is not list or any(type(v) is not int or not least <= v <= most for v in values):
-            raise InvalidValue(f"{self.kind}.{name} = {shown(values)}: must be whole numbers from {least} to {most}")
-        return values
-
-    def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """A list of texts of at most `most` characters."""
-        values = self.values.get(name)
-        if type(values) is not list or any(type(v) is not str or len(v) > most for v in values):
-            raise InvalidValue(f"{self.kind}.{name} = {shown(values)}: must be texts of at most {most} characters")
-        return tuple(values)
-
-    def tokens(self, name: str, count: int) -> Ints:
-        """`count` token ids; zeros if none were written."""
-        value = self.values.get(name)
-        if value is None:
-            return np.zeros(count, np.int32)
-        try:
-            data = base64.b64decode(value, validate=True)
-        except (TypeError, ValueError):
-            raise InvalidValue(f"{self.kind}.{name}: must be base64") from None
-        if len(data) != 4 * count:
-            raise InvalidValue(f"{self.kind}.{name} holds {len(data)} bytes: must be 4 for each of {count} tokens")
-        token_ids = np.frombuffer(data, "<i4").astype(np.int32)
-        if count and int(token_ids.min()) < 0:
-            raise InvalidValue(f"{self.kind}.{name} holds {int(token_ids.min())}: a token id must be at least 0")
-        return token_ids
-
-
 def read_engine(values: Any) -> RecordedEngine:
     """The engine of a header. Sizes are bounded, as table sizes follow from them."""
     given = MessageFields("engine", values if isinstance(values, dict) else {})
@@ -371,6 +328,8 @@ def read_engine(values: Any) -> RecordedEngine:
         most_drafts=given.whole("most_drafts", 0, MAX_SPECULATIVE_TOKENS),
         short_length=given.whole("short_length", 0, 2**24) if "short_length" in given.values else 0,
         max_loras=given.whole("max_loras", 0, MAX_LORAS) if "max_loras" in given.values else 0,
+        kv_layout=read_layout(given.values.get("kv_layout")),
+        num_more_host_blocks=tuple(given.wholes("num_more_host_blocks", 2**24)) if "kv_layout" in given.values else (),
     )
     if engine.max_num_seqs * engine.max_model_len > 2**28:
         sizes = f"max_num_seqs = {engine.max_num_seqs}, max_model_len = {engine.max_model_len}"
@@ -378,7 +337,90 @@ def read_engine(values: Any) -> RecordedEngine:
     if engine.num_blocks * engine.block_size < engine.max_model_len:
         sizes = f"num_blocks = {engine.num_blocks} of {engine.block_size} tokens"
         raise InvalidValue(f"engine: {sizes} hold no sequence of max_model_len = {engine.max_model_len}")
+    if engine.kv_layout is not None:
+        _check_layout(engine, engine.kv_layout)
     return engine
+
+
+def _check_layout(engine: RecordedEngine, layout: KVLayout) -> None:
+    if (layout.num_blocks[0], layout.block_size) != (engine.num_blocks, engine.block_size):
+        raise InvalidValue("engine.kv_layout: its first kind must have num_blocks blocks of block_size tokens")
+    if engine.num_host_blocks and len(engine.num_more_host_blocks) != len(layout.kinds) - 1:
+        raise InvalidValue("engine.num_more_host_blocks: must have a number for each kind after the first")
+
+
+# -- the layout of a cache of several kinds of memory
+
+
+def layout_fields(layout: KVLayout) -> dict[str, Any]:
+    """The fields of a layout."""
+    kinds = [
+        {
+            "name": kind.name,
+            "layers": list(kind.layers),
+            "window": kind.window,
+            "num_kv_heads": kind.num_kv_heads,
+            "key_dim": kind.key_dim,
+            "value_dim": kind.value_dim,
+            "block_bytes": kind.block_bytes,
+        }
+        for kind in layout.kinds
+    ]
+    return {
+        "kinds": kinds,
+        "block_size": layout.block_size,
+        "slab_bytes": layout.slab_bytes,
+        "num_slabs": layout.num_slabs,
+        "blocks_per_slab": list(layout.blocks_per_slab),
+    }
+
+
+def read_layout(values: Any) -> KVLayout | None:
+    """The layout in these fields; None: there are none. Raises `InvalidValue`."""
+    if values is None:
+        return None
+    given = MessageFields("kv_layout", values if isinstance(values, dict) else {})
+    read = given.values.get("kinds")
+    if not isinstance(read, list) or not 2 <= len(read) <= MAX_KINDS:
+        raise InvalidValue(f"kv_layout.kinds = {shown(read)}: must be 2 to {MAX_KINDS} kinds")
+    kinds = tuple(_read_kind(each) for each in read)
+    slab_bytes, num_slabs = given.whole("slab_bytes", 1, MAX_BYTES), given.whole("num_slabs", 1, 2**24)
+    sizes = given.wholes("blocks_per_slab", 2**24, 1)
+    if len(sizes) != len(kinds) or any(
+        size * kind.block_bytes > slab_bytes for size, kind in zip(sizes, kinds, strict=True)
+    ):
+        raise InvalidValue(f"kv_layout.blocks_per_slab = {shown(sizes)}: must be as many of each kind as fit a slab")
+    if max(sizes) * num_slabs > 2**24:
+        raise InvalidValue(f"kv_layout: {num_slabs} slabs of {max(sizes)} blocks: must be at most {2**24} blocks")
+    places = {layer: (k, place) for k, kind in enumerate(kinds) for place, layer in enumerate(kind.layers)}
+    return KVLayout(
+        kinds,
+        given.whole("block_size", 1, 2**12),
+        slab_bytes,
+        num_slabs,
+        tuple(sizes),
+        tuple(num_slabs * size for size in sizes),
+        tuple(places.get(layer) for layer in range(1 + max(places))),
+    )
+
+
+def _read_kind(values: Any) -> KVKind:
+    given = MessageFields("kv_layout.kinds", values if isinstance(values, dict) else {})
+    names: dict[Any, KindName] = {name: name for name in get_args(KindName)}
+    name = given.text("name")
+    if name not in names:
+        raise InvalidValue(f"kv_layout.kinds.name = {shown(name)}: must be one of {', '.join(names)}")
+    layers = given.wholes("layers", MAX_LAYERS)
+    if not layers:
+        raise InvalidValue("kv_layout.kinds.layers: must name a layer")
+    heads, key_dim, value_dim = (given.whole(each, 1) for each in ("num_kv_heads", "key_dim", "value_dim"))
+    window = None if given.values.get("window") is None else given.whole("window", 1)
+    return KVKind(
+        names[name], tuple(layers), window, heads, key_dim, value_dim, given.whole("block_bytes", 1, MAX_BYTES)
+    )
+
+
+# -- what is read back
 
 
 def read_done(values: Mapping[str, Any], engine: RecordedEngine) -> StepDone:
@@ -463,12 +505,6 @@ def _read_adapter(given: MessageFields, engine: RecordedEngine) -> AdapterRef | 
     if not isinstance(pinned, list) or not all(isinstance(each, str) and 0 < len(each) <= 64 for each in pinned):
         raise InvalidValue(f"add.pinned_adapters = {shown(pinned)}: must be a list of digests")
     return AdapterRef("", digest, tuple(pinned))
-
-
-def shown(value: Any) -> str:
-    """A value for an error message, cut short."""
-    text = repr(value)
-    return text if len(text) <= 48 else text[:45] + "..."
 
 
 def _indices(values: Sequence[int]) -> Indices:

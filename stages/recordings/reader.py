@@ -14,11 +14,10 @@ from typing import Any, BinaryIO
 import orjson
 
 from ..messages import Guess, Rates, StepDone, StepVoid, TokenRequest
+from .field_values import InvalidValue, MessageFields
 from .format import (
     VERSION,
     Fields,
-    InvalidValue,
-    MessageFields,
     RecordedEngine,
     UnchangedFields,
     read_add,

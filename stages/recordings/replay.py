@@ -29,7 +29,8 @@ from ..schedule.ngram_drafter import GuessesTokens
 from ..schedule.policy import BUILT_IN, AgeingPriority, Policy
 from ..schedule.scheduler import StepLimits
 from ..schedule.stage import Schedule
-from .format import Fields, RecordedEngine, grant_fields, plain, plan_fields, report_fields, shown
+from .field_values import shown
+from .format import Fields, RecordedEngine, grant_fields, plain, plan_fields, report_fields
 from .reader import AllocateCall, CacheResetCall, Call, Recording, RecordingError, ReportTaken, ScheduleCall
 
 STAGES_REFUSE = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError)
@@ -90,7 +91,7 @@ class ReplayedCore:
             max_loras=engine.max_loras,
         )
         cache = PrefixCache(engine.block_size) if engine.enable_prefix_caching else None
-        host = HostTier(engine.num_host_blocks, engine.block_size) if engine.num_host_blocks else None
+        host = HostTier.of(engine.num_host_blocks, engine.block_size, engine.num_more_host_blocks, engine.kv_layout)
         sizes = (engine.num_blocks, engine.block_size, engine.max_num_seqs, engine.max_model_len)
         self.env = env or ManualEnv()
         self.tracer = tracer or Tracer(self.env, enabled=False)
@@ -226,8 +227,12 @@ class Replay:
         for recorded_report, recorded_grant, (grant, report) in zip(call.reports, call.grants, answers, strict=True):
             self._reports.append(report)
             decisions.append(Decision("report", recorded_report, plain(report_fields(report))))
-            decisions.append(Decision("grant", recorded_grant, None if grant is None else plain(grant_fields(grant))))
+            decisions.append(self._granted(recorded_grant, grant))
         return decisions
+
+    def _granted(self, recorded: Fields | None, grant: StepGrant | None) -> Decision:
+        has_kinds = self.recording.engine.has_kinds
+        return Decision("grant", recorded, None if grant is None else plain(grant_fields(grant, has_kinds=has_kinds)))
 
     def _compare(self, call: Call, decision: Decision) -> None:
         self._hash.update(orjson.dumps([decision.kind, decision.replayed]))

@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 
 from ..messages import Ints, StepDone, TokenRequest
-from .format import InvalidValue, MessageFields, shown
+from .field_values import InvalidValue, MessageFields, shown
 from .reader import Recording, RecordingError, ScheduleCall
 from .repetition import Repetition
 

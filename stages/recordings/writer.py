@@ -90,7 +90,13 @@ class RecordingWriter:
         self.path, self._file = _create(self.path)
         masking = None if self._with_token_ids else TokenMasking(env.secret("recorder.veil", 32))
         answers = None if self._lookup is None else AnswerHistory(*self._lookup)
-        self._encoder = _Encoder(env.now(), masking, has_cache=self._engine.enable_prefix_caching, answers=answers)
+        self._encoder = _Encoder(
+            env.now(),
+            masking,
+            has_cache=self._engine.enable_prefix_caching,
+            answers=answers,
+            has_kinds=self._engine.has_kinds,
+        )
         header = {
             "millrace_recording": VERSION,
             "began_wall_s": env.wall_time(),
@@ -205,12 +211,19 @@ class _Encoder:
     """Encodes calls as lines. Belongs to the thread."""
 
     def __init__(
-        self, began_s: float, masking: TokenMasking | None, *, has_cache: bool, answers: AnswerHistory | None = None
+        self,
+        began_s: float,
+        masking: TokenMasking | None,
+        *,
+        has_cache: bool,
+        answers: AnswerHistory | None = None,
+        has_kinds: bool = False,
     ) -> None:
         self._began_s = began_s
         self._masking = masking
         self._answers = answers
         self._has_cache = has_cache
+        self._has_kinds = has_kinds
         self._unchanged = UnchangedFields()
 
     def line(self, at_s: float, kind: str, *args: Any) -> Fields:
@@ -302,7 +315,7 @@ class _Encoder:
     def _answer(self, grant: StepGrant | None, report: PlanReport) -> Fields:
         answer: Fields = {"report": self._unchanged.leave_out("report", report_fields(report))}
         if grant is not None:
-            answer["grant"] = self._unchanged.leave_out("grant", grant_fields(grant))
+            answer["grant"] = self._unchanged.leave_out("grant", grant_fields(grant, has_kinds=self._has_kinds))
         return answer
 
 

@@ -1,0 +1,95 @@
+"""Recordings of caches of several kinds of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from millrace.kernels.layout.kv_layout import KVKind, KVLayout
+from millrace.stages.messages import BlockCopy, Direction, StepGrant, TableEntries
+from millrace.stages.recordings.field_values import InvalidValue
+from millrace.stages.recordings.format import grant_fields, plain, read_engine
+from tests.stages.recorded_runs import ENGINE
+
+KINDS = (
+    KVKind("full", (2, 5), None, 2, 8, 8, 2 * 256),
+    KVKind("window", (0, 1, 3, 4), 12, 2, 8, 8, 4 * 256),
+)
+
+
+def engine_of(num_bytes: int = 2**20) -> Any:
+    layout = KVLayout.of(KINDS, ENGINE.block_size, num_bytes)
+    sizes: dict[str, Any] = {"num_blocks": layout.num_blocks[0], "max_model_len": 64}
+    return replace(ENGINE, **sizes, kv_layout=layout, num_host_blocks=9, num_more_host_blocks=(4,))
+
+
+def written(engine: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = orjson.loads(orjson.dumps(engine.to_fields()))
+    return fields
+
+
+def test_the_layout_of_a_recording_is_read_back_as_it_was():
+    engine = engine_of()
+    assert read_engine(written(engine)) == engine and engine.has_kinds
+
+
+def test_recordings_of_one_kind_name_no_layout_and_read_as_before():
+    assert "kv_layout" not in ENGINE.to_fields() and "num_more_host_blocks" not in ENGINE.to_fields()
+    assert read_engine(written(ENGINE)) == ENGINE and not ENGINE.has_kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("kinds", [], "2 to 16 kinds"),
+        ("kinds", None, "2 to 16 kinds"),
+        ("blocks_per_slab", [1], "as many of each kind"),
+        ("blocks_per_slab", [2**20, 1], "as many of each kind"),
+        ("num_slabs", 0, "num_slabs"),
+        ("block_size", 8192, "block_size"),
+        ("num_slabs", 7, "num_blocks"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_by_name(name: str, value: Any, said: str):
+    fields = written(engine_of())
+    fields["kv_layout"][name] = value
+    with pytest.raises(InvalidValue, match=said):
+        read_engine(fields)
+
+
+@pytest.mark.parametrize(("name", "value"), [("name", "round"), ("layers", []), ("window", 0), ("block_bytes", -1)])
+def test_a_kind_that_cannot_be_is_refused_by_name(name: str, value: Any):
+    fields = written(engine_of())
+    fields["kv_layout"]["kinds"][1][name] = value
+    with pytest.raises(InvalidValue, match=name):
+        read_engine(fields)
+
+
+def test_host_blocks_of_every_kind_must_be_named():
+    fields = written(engine_of())
+    fields["num_more_host_blocks"] = []
+    with pytest.raises(InvalidValue, match="a number for each kind after the first"):
+        read_engine(fields)
+
+
+def grant(**more: Any) -> StepGrant:
+    some = np.array([1], np.int32)
+    where = np.array([1], np.intp)
+    rows = {"slots": where, "starts": some, "num_tokens": some, "is_sampled": np.array([True])}
+    entries = {"table_slots": where, "table_places": where, "table_blocks": some}
+    return StepGrant(step=3, generation=0, is_decode=False, **rows, **entries, **more)
+
+
+def test_grants_are_written_with_the_tables_and_copies_of_every_kind():
+    ids = np.array([5], np.int32)
+    tables = TableEntries(1, np.array([1], np.intp), np.array([2], np.intp), ids)
+    copies = (BlockCopy(Direction.OUT, ids, ids), BlockCopy(Direction.OUT, ids, ids, 1))
+    fields = plain(grant_fields(grant(more_tables=(tables,), copies=copies), has_kinds=True))
+    assert fields["more_tables"] == [[1, [1], [2], [5]]]
+    out = int(Direction.OUT)
+    assert fields["copies"] == [[out, [5], [5]], [out, [5], [5], 1]]
+    assert "more_tables" not in grant_fields(grant())

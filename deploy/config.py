@@ -113,6 +113,9 @@ class ServerConfig:
         15.0, "seconds of silence in a stream before a comment line is sent; 0: never"
     )
     shutdown_timeout_s: float = _TIMEOUTS.setting(30.0, "seconds for running requests to end at shutdown")
+    lame_duck_s: float = _TIMEOUTS.setting(
+        0.0, "seconds after SIGTERM in which the server says that it is not ready, and still takes requests"
+    )
 
     ws_max_sockets: int = _WEBSOCKETS.setting(1024, "maximum open WebSockets; further ones are refused", unit="sockets")
     ws_max_streams: int = _WEBSOCKETS.setting(
@@ -165,7 +168,7 @@ class ServerConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0 seconds")
-        for name in ("shutdown_timeout_s", "sse_ping_interval_s", "stats_interval_s"):
+        for name in ("shutdown_timeout_s", "lame_duck_s", "sse_ping_interval_s", "stats_interval_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0 seconds")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

@@ -65,6 +65,7 @@ class Service:
         self.chat_format: ChatFormat | None = None
         self.model_names: tuple[str, ...] = config.served_model_name
         self.created = int(time.time())
+        self.is_leaving = False  # it says that it is not ready, and still takes requests
         self.is_draining = False
         self.is_closing = False  # the drain has reached its limit: what is still unanswered is refused
         self.live: dict[str, ActiveRequest] = {}
@@ -85,7 +86,7 @@ class Service:
     @property
     def health(self) -> Health:
         """Whether the server can take requests, and the reason if it cannot."""
-        if self.is_draining:
+        if self.is_draining or self.is_leaving:
             return Health("draining", reason="the server is shutting down")
         return self._engine_health
 

@@ -39,7 +39,7 @@ log = get_logger("millrace.deploy")
 
 MIN_OPEN_FILES = 48  # for the engine, its helpers, and some connections
 MIN_MEMORY_BYTES = 1024 * 2**20  # for libraries and threads, without any model
-STOP_S = 3.0  # after `shutdown_timeout_s`: the process ends then, whatever hangs
+STOP_S = 3.0  # after `lame_duck_s` and `shutdown_timeout_s`: the process ends then, whatever hangs
 WAIT_S = 0.2  # for weights to load from local files, before the remaining imports; a download takes longer
 
 Mode = Literal["inline", "split"]
@@ -72,7 +72,7 @@ async def serve(
     make_engine: MakeEngine,
     sources: Mapping[str, str] | None = None,
 ) -> int:
-    """Serves until SIGTERM or SIGINT, then drains. A second signal ends the process at once.
+    """Serves until SIGTERM or SIGINT, for `lame_duck_s` more, then drains. A second signal ends the process at once.
 
     `sources` maps each setting to its source, for the start-up log.
     """
@@ -80,7 +80,7 @@ async def serve(
     _check_limits()
     engine_config.check_files()
     server_config.check_folders()
-    stop = _StopSignals(server_config.shutdown_timeout_s + STOP_S)
+    stop = _StopSignals(server_config.lame_duck_s + server_config.shutdown_timeout_s + STOP_S)
     with closing(ListeningSockets.open(server_config)) as listening:  # first: what it needs may belong to another
         return await _serve(engine_config, server_config, make_engine, sources or {}, listening, stop, manager)
 
@@ -137,6 +137,9 @@ async def _serve_engine(
         with _tells_that_it_moves(server, manager):
             await stop.event.wait()
             manager.stopping()
+            if server.config.lame_duck_s:
+                log.info("server.leaving", live=len(server.service.live), lame_duck_s=server.config.lame_duck_s)
+                await server.leave()
             log.info("server.draining", live=len(server.service.live), timeout_s=server.config.shutdown_timeout_s)
             is_clean = await server.drain()
             await server.stop()

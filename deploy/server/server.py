@@ -103,6 +103,11 @@ class Server:
         if self.config.log_requests:
             RequestLog(self.config.log_prompts).watch(engine.exit)
 
+    async def leave(self) -> None:
+        """Says that it is not ready, and goes on for `lame_duck_s`: load balancers take time to hear of it."""
+        self.service.is_leaving = True
+        await asyncio.sleep(self.config.lame_duck_s)
+
     async def drain(self) -> bool:
         """Refuses new requests, waits up to `shutdown_timeout_s` for those that have come in, aborts the rest.
 

@@ -47,6 +47,19 @@ def test_sigterm_lets_what_is_under_way_finish_and_takes_nothing_new():
 
 
 @pytest.mark.slow
+def test_a_lame_duck_is_not_ready_and_takes_requests_until_it_drains():
+    with RunningServer(step_s=0.01, script=ENDLESS, server={"lame_duck_s": 1.5}) as server:
+        began = time.monotonic()
+        server.signal(signal.SIGTERM)
+        until_draining(server)
+        assert time.monotonic() - began < 0.5, "told at once"
+        assert server.get("/health/live").status == 200
+        assert server.post(TEXT, {"prompt": "b", "max_tokens": 2}).status == 200
+        assert server.process.wait(10) == 0
+        assert time.monotonic() - began > 1.5
+
+
+@pytest.mark.slow
 def test_what_outlasts_the_drain_gets_its_last_event():
     with RunningServer(step_s=0.01, script=ENDLESS, server={"shutdown_timeout_s": 0.3}) as server:
         with begin_stream(server, max_tokens=500) as connection:

@@ -16,7 +16,9 @@ def missing(spec: DecoderSpec, backend: Backend) -> list[str]:
     if spec.embedding.width not in (None, spec.hidden_size):
         found[f"an embedding of {spec.embedding.width} numbers beside layers of {spec.hidden_size}"] = None
     for layer in dict.fromkeys(spec.layers):
-        found.update(dict.fromkeys(_of_layer(layer, backend)))
+        found.update(dict.fromkeys(_of_layer(layer)))
+        if isinstance(layer.feed, MoeSpec) and backend != "native":
+            found.update(dict.fromkeys(_of_experts(layer.feed, backend)))
         if isinstance(layer.mixer, AttentionSpec):
             found.update(dict.fromkeys(_of_kernels(layer.mixer, backend)))
     if len({_sizes(attention) for attention in spec.attentions}) > 1:
@@ -31,8 +33,8 @@ def _sizes(attention: AttentionSpec) -> tuple[int, ...]:
     return attention.num_heads, attention.num_kv_heads, attention.head_dim
 
 
-def _of_layer(layer: LayerSpec, backend: Backend) -> Iterator[str]:
-    """What no backend has yet, but experts."""
+def _of_layer(layer: LayerSpec) -> Iterator[str]:
+    """What no backend has yet."""
     mixer, feed = layer.mixer, layer.feed
     if isinstance(mixer, RecurrentSpec):
         yield f"recurrent layers: {mixer.kind}"
@@ -42,14 +44,24 @@ def _of_layer(layer: LayerSpec, backend: Backend) -> Iterator[str]:
         yield "layers without attention"
     else:
         yield from _of_attention(mixer)
-    if isinstance(feed, MoeSpec) and backend != "native":
-        yield "experts"
-    elif feed is None:
+    if feed is None:
         yield "layers without a feed-forward network"
     if layer.is_post_norm:
         yield "norms after the residual is added"
     if layer.has_output_scale:
         yield "a scale of the layer's output"
+
+
+def _of_experts(moe: MoeSpec, backend: Backend) -> Iterator[str]:
+    """What torch and Triton lack; see `_of_native_experts` for the other."""
+    if backend == "triton":
+        yield "experts"
+    if moe.router.scales_input:
+        yield "weights of experts that multiply their input"
+    if moe.router.input_norm is not None:
+        yield "a norm of what the router reads"
+    if "xielu" in (feed.activation for feed in (moe.expert, moe.shared, moe.dense_beside) if feed is not None):
+        yield "experts with the activation xielu"
 
 
 def _of_attention(attention: AttentionSpec) -> Iterator[str]:

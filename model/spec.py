@@ -262,6 +262,11 @@ class DecoderSpec:
         """The feed-forward networks that are no experts."""
         return (layer.feed for layer in self.layers if isinstance(layer.feed, FeedSpec))
 
+    @cached_property
+    def mixtures(self) -> tuple[MoeSpec, ...]:
+        """The experts of each layer that has some."""
+        return tuple(layer.feed for layer in self.layers if isinstance(layer.feed, MoeSpec))
+
     @property
     def longest_on_request(self) -> int:
         """The longest sequence that a setting may ask for: rotary scaling may stretch the trained length."""

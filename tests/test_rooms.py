@@ -36,6 +36,7 @@ BELOW = {
     "model": "",
     "model/demo": "",
     "model/families": "model model/quantized",
+    "model/families/experts": "model model/families",
     "model/families/gpt": "model model/families",
     "model/quantized": "model",
     "model/gguf": "model",

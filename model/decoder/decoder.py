@@ -17,9 +17,10 @@ from torch.nn.functional import pad
 from ...kernels.kernel_set import FewRows, HeadNorms, KernelSet, RowNorm
 from ...kernels.layout.work_lists import AttentionPlan, AttentionShape
 from ...kernels.tilings.tables import Tilings
-from ..sharding.comm import Comm
+from ..sharding.comm import Comm, ordered_sum
 from ..sharding.shard import RankShare
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec
+from .experts import Experts
 from .few_rows import FewRowProducts, LayerProducts
 from .kv_cache import KVCache
 from .linear import Linear
@@ -191,10 +192,11 @@ class _Layer:
     """One layer, with what does not change between steps prepared."""
 
     def __init__(self, decoder: Decoder, spec: LayerSpec, weights: LayerWeights, products: LayerProducts) -> None:
-        assert isinstance(spec.mixer, AttentionSpec) and isinstance(spec.feed, FeedSpec), "missing() refuses others"
+        assert isinstance(spec.mixer, AttentionSpec) and spec.feed is not None, "missing() refuses others"
         self.decoder, self.kernels = decoder, decoder.kernels
-        self.spec, self.attention, self.feed, self.weights = spec, spec.mixer, spec.feed, weights
-        self.products = products
+        self.spec, self.attention, self.weights, self.products = spec, spec.mixer, weights, products
+        moe = spec.feed if isinstance(spec.feed, MoeSpec) else None
+        self.experts = [Experts(moe, share, self.kernels) for share in weights.experts] if moe is not None else []
         self.pre_mixer, self.pre_feed = _row_norm(weights.pre_mixer), _row_norm(weights.pre_feed)
         self.tables = decoder.tables_of(self.attention)
         self.norms = _head_norms(self.attention, weights)
@@ -210,30 +212,40 @@ class _Layer:
             y = x if weights.pre_feed is None else self.decoder.norm(residual, weights.pre_feed)
             seen = self._attend(x, None, index, inputs, cache, plan)
             residual = self._add(residual, seen, weights.output, products.output, None)
-            return self._add(residual, self._activate(y, None), weights.down, products.down, None)
+            return self._feed(residual, y, None, None)
         seen = self._attend(residual, self.pre_mixer, index, inputs, cache, plan)
         residual = self._add(residual, seen, weights.output, products.output, weights.post_mixer)
-        fed = self._activate(residual, self.pre_feed)
-        return self._add(residual, fed, weights.down, products.down, weights.post_feed)
+        return self._feed(residual, residual, self.pre_feed, weights.post_feed)
+
+    def _feed(self, residual: Tensor, x: Tensor, norm: RowNorm | None, post_norm: NormWeights | None) -> Tensor:
+        """Adds the feed-forward part of `norm(x)`, x [T, hidden], to the residual."""
+        weights, products = self.weights, self.products
+        if not self.experts:
+            assert weights.gate_up is not None and weights.down is not None
+            fed = self._activate(x, norm, weights.gate_up, products.gate_up)
+            return self._add(residual, fed, weights.down, products.down, post_norm)
+        x = self.decoder.norm(x, None if norm is None else weights.pre_feed)
+        product = ordered_sum([experts(x) for experts in self.experts])
+        return self._added(residual, product, post_norm)
 
     def _add(
         self, residual: Tensor, x: Tensor, linear: Linear, few: FewRows | None, post_norm: NormWeights | None
     ) -> Tensor:
         """Adds a product to the residual [T, hidden], normed and scaled as the layer says."""
-        scale, comm = self.spec.residual_scale, self.decoder.comm
-        if comm is not None:
-            product = comm.sum(self.kernels.norm_linear(x, None, linear, few))
-            if post_norm is not None:
-                product = self.decoder.norm(product, post_norm)
-            return residual + (product if scale == 1.0 else product * scale)
-        if post_norm is None and scale == 1.0:
+        if post_norm is None and self.spec.residual_scale == 1.0 and self.decoder.comm is None:
             return self.kernels.linear_add(residual, x, linear, few)
-        product = self.decoder.norm(self.kernels.norm_linear(x, None, linear, few), post_norm)
+        return self._added(residual, self.kernels.norm_linear(x, None, linear, few), post_norm)
+
+    def _added(self, residual: Tensor, product: Tensor, post_norm: NormWeights | None) -> Tensor:
+        """As `_add`, of a product [T, hidden], or of this rank's part of it."""
+        scale, comm = self.spec.residual_scale, self.decoder.comm
+        product = self.decoder.norm(product if comm is None else comm.sum(product), post_norm)
         return residual + (product if scale == 1.0 else product * scale)
 
-    def _activate(self, x: Tensor, norm: RowNorm | None) -> Tensor:
+    def _activate(self, x: Tensor, norm: RowNorm | None, linear: Linear, few: FewRows | None) -> Tensor:
         """The feed-forward network of `norm(x)`, x [T, hidden], before its last product, [T, F]."""
-        feed, linear, few = self.feed, self.weights.gate_up, self.products.gate_up
+        feed = self.spec.feed
+        assert isinstance(feed, FeedSpec)
         if feed.is_gated:
             return self.kernels.gated_linear(x, norm, linear, feed.activation, feed.alpha, feed.limit, few)
         return self.kernels.activated_linear(x, norm, linear, feed.activation, self.weights.activation, few)

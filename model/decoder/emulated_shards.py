@@ -64,11 +64,13 @@ def emulated(spec: DecoderSpec, shares: Sequence[DecoderWeights]) -> DecoderWeig
 
 def _layer(spec: DecoderSpec, index: int, shares: Sequence[DecoderWeights]) -> LayerWeights:
     mixer, feed, layers = spec.layers[index].mixer, spec.layers[index].feed, [share.layers[index] for share in shares]
-    assert isinstance(mixer, AttentionSpec) and isinstance(feed, FeedSpec), "missing() refuses others"
+    assert isinstance(mixer, AttentionSpec), "missing() refuses others"
     value_dim = mixer.value_dim or mixer.head_dim
     shards = [RankShare(rank, len(shares)) for rank in range(len(shares))]
     heads = [_size(shard.part(mixer.num_heads, mixer.head_dim)) for shard in shards]
-    inner = [_size(shard.part(feed.intermediate_size)) for shard in shards]
+    inner = [_size(shard.part(feed.intermediate_size)) for shard in shards] if isinstance(feed, FeedSpec) else []
+    gate_up = [layer.gate_up for layer in layers if layer.gate_up is not None]
+    down = [layer.down for layer in layers if layer.down is not None]
     outputs = [_size(shard.part(mixer.num_heads, value_dim)) for shard in shards]
     keys = [shard.key_heads(mixer.num_kv_heads, mixer.head_dim) for shard in shards]
     values = [shard.key_heads(mixer.num_kv_heads, value_dim) for shard in shards]
@@ -101,8 +103,9 @@ def _layer(spec: DecoderSpec, index: int, shares: Sequence[DecoderWeights]) -> L
         sinks=_joined([layer.sinks for layer in layers]),
         qkv=JoinedLinear([layer.qkv for layer in layers], join_heads),
         output=SummedLinear([layer.output for layer in layers], outputs),
-        gate_up=JoinedLinear([layer.gate_up for layer in layers], join_inner),
-        down=SummedLinear([layer.down for layer in layers], inner),
+        gate_up=JoinedLinear(gate_up, join_inner) if gate_up else None,
+        down=SummedLinear(down, inner) if down else None,
+        experts=tuple(experts for layer in layers for experts in layer.experts),
     )
 
 

@@ -99,14 +99,15 @@ class FewRowProducts:
 
 def _kinds(layer: LayerSpec) -> Mapping[str, ProductKind]:
     """What follows each product inside of its kernel: see `_Layer` of `decoder.py`."""
-    assert isinstance(layer.feed, FeedSpec)
     is_added = layer.residual_scale == 1.0
-    return {
+    kinds: dict[str, ProductKind] = {
         "qkv": "plain",
         "output": "add" if is_added and layer.post_mixer is None else "plain",
-        "gate_up": "gated" if layer.feed.is_gated else "activated",
-        "down": "add" if is_added and layer.post_feed is None else "plain",
     }
+    if isinstance(layer.feed, FeedSpec):  # those of experts are the library's
+        kinds["gate_up"] = "gated" if layer.feed.is_gated else "activated"
+        kinds["down"] = "add" if is_added and layer.post_feed is None else "plain"
+    return kinds
 
 
 def _num_outputs(linear: Linear, kind: ProductKind) -> int:

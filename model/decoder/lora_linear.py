@@ -15,7 +15,7 @@ from ..checkpoint.canonical import widened
 from ..checkpoint.safetensors import BFLOAT16
 from ..lora.adapter import LINEARS, Adapter, LinearName
 from .linear import Linear
-from .weights import DecoderWeights
+from .weights import DecoderWeights, LayerWeights
 
 Place = tuple[int, LinearName]  # layer, linear
 
@@ -118,8 +118,11 @@ class LoraLinear(Linear):
 
 def with_adapters(weights: DecoderWeights, table: LoraTable) -> DecoderWeights:
     """The weights with the adapters of `table` added to the linears of attention and feed."""
-    layers = tuple(
-        replace(layer, **{name: LoraLinear(getattr(layer, name), table, (index, name)) for name in LINEARS})  # type: ignore[arg-type]
-        for index, layer in enumerate(weights.layers)
-    )
+    layers = tuple(replace(layer, **_adapted(layer, index, table)) for index, layer in enumerate(weights.layers))  # type: ignore[arg-type]
     return replace(weights, layers=layers)
+
+
+def _adapted(layer: LayerWeights, index: int, table: LoraTable) -> dict[str, LoraLinear]:
+    """The linears that the layer has; adapters of experts are refused."""
+    found = {name: getattr(layer, name) for name in LINEARS}
+    return {name: LoraLinear(base, table, (index, name)) for name, base in found.items() if base is not None}

@@ -210,15 +210,17 @@ def _part(numbers: Tensor, at: int, *shape: int) -> Tensor:
 def _linears(spec: DecoderSpec, layer: LayerSpec) -> dict[LinearName, tuple[tuple[int, ...], int]]:
     """The parts of each linear of a layer, in rows, and its inputs."""
     mixer, feed, hidden = layer.mixer, layer.feed, spec.hidden_size
-    assert isinstance(mixer, AttentionSpec) and isinstance(feed, FeedSpec), "missing() refuses others"
+    assert isinstance(mixer, AttentionSpec), "missing() refuses others"
     heads, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    size = feed.intermediate_size
-    return {
+    linears: dict[LinearName, tuple[tuple[int, ...], int]] = {
         "qkv": ((heads, keys, keys), hidden),
         "output": ((hidden,), heads),
-        "gate_up": ((size, size) if feed.is_gated else (size,), hidden),
-        "down": ((hidden,), size),
     }
+    if isinstance(feed, FeedSpec):  # adapters of experts are refused
+        size = feed.intermediate_size
+        linears["gate_up"] = ((size, size) if feed.is_gated else (size,), hidden)
+        linears["down"] = ((hidden,), size)
+    return linears
 
 
 def _tensor(array: NDArray[np.generic]) -> Tensor:

@@ -19,8 +19,9 @@ from ..errors import CheckpointError
 from ..families import names
 from ..grouped_matrix import GroupedMatrix
 from ..sharding.shard import WHOLE, Cut, RankShare, cuts_of, spec_of
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, NormSpec
-from .linear import Linear, linear_form
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, NormSpec
+from .experts import ExpertWeights, FeedWeights
+from .linear import EvenLinear, Linear, linear_form
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,19 +49,21 @@ class LayerWeights:
     output: Linear  # H * D -> hidden
     post_mixer: NormWeights | None
     pre_feed: NormWeights | None
-    gate_up: Linear  # hidden -> 2 F: gate, up; hidden -> F without a gate
+    gate_up: Linear | None  # hidden -> 2 F: gate, up; hidden -> F without a gate
     activation: Tensor | None  # [2] f32, of xIELU
-    down: Linear  # F -> hidden
+    down: Linear | None  # F -> hidden
+    experts: tuple[ExpertWeights, ...]  # instead of the feed; of each rank that is computed here
     post_feed: NormWeights | None
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held in memory."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                yield value
-            elif value is not None:
-                yield from value.tensors()
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, Tensor):
+                    yield part
+                elif part is not None:
+                    yield from part.tensors()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -164,13 +167,13 @@ class _Loader:
 
     def _layer(self, index: int, layer: LayerSpec) -> LayerWeights:
         mixer, feed = layer.mixer, layer.feed
-        assert isinstance(mixer, AttentionSpec) and isinstance(feed, FeedSpec), "missing() refuses others"
+        assert isinstance(mixer, AttentionSpec) and feed is not None, "missing() refuses others"
 
         def name(stem: str) -> str:
             return stem.replace("*", str(index))
 
         qk_norm = None if mixer.qk_norm is None else mixer.qk_norm.norm
-        up = (names.GATE, names.UP) if feed.is_gated else (names.UP,)
+        dense = self._feed(feed, *map(name, names.DENSE)) if isinstance(feed, FeedSpec) else None
         return LayerWeights(
             pre_mixer=self._norm(name(names.PRE_MIXER), layer.pre_mixer),
             qkv=self._linear(*map(name, (names.Q, names.K, names.V))),
@@ -180,12 +183,34 @@ class _Loader:
             output=self._linear(name(names.OUTPUT)),
             post_mixer=self._norm(name(names.POST_MIXER), layer.post_mixer),
             pre_feed=self._norm(name(names.PRE_FEED), layer.pre_feed),
-            gate_up=self._linear(*map(name, up)),
+            gate_up=None if dense is None else dense.gate_up,
             activation=self._tensor(name(names.ACTIVATION), dtype=torch.float32)
-            if feed.activation == "xielu"
+            if isinstance(feed, FeedSpec) and feed.activation == "xielu"
             else None,
-            down=self._linear(name(names.DOWN)),
+            down=None if dense is None else dense.down,
+            experts=() if isinstance(feed, FeedSpec) else (self._experts(feed, name),),
             post_feed=self._norm(name(names.POST_FEED), layer.post_feed),
+        )
+
+    def _feed(self, feed: FeedSpec, gate: str, up: str, down: str) -> FeedWeights:
+        """A feed-forward network with these stems."""
+        return FeedWeights(self._linear(gate, up) if feed.is_gated else self._linear(up), self._linear(down))
+
+    def _experts(self, moe: MoeSpec, name: Callable[[str], str]) -> ExpertWeights:
+        """The experts of the layer whose number `name` gives to stems. The router is in float32."""
+        router = name(names.ROUTER)
+        bias = self._tensor(f"{router}.bias", dtype=torch.float32) if moe.router.has_bias else None
+        form = EvenLinear if self.form is EvenLinear else Linear
+        experts = [[name(names.of_expert(stem, expert)) for stem in EXPERT] for expert in range(moe.num_experts)]
+        return ExpertWeights(
+            router=form(self._tensor(f"{router}.weight", dtype=torch.float32), bias),
+            choice_bias=self._tensor(name(names.CHOICE_BIAS), dtype=torch.float32)
+            if moe.router.has_choice_bias
+            else None,
+            experts=tuple(self._feed(moe.expert, *stems) for stems in experts),
+            shared=None if moe.shared is None else self._feed(moe.shared, *map(name, names.SHARED)),
+            shared_router=self._linear(name(names.SHARED_ROUTER)) if moe.has_shared_gate else None,
+            dense_beside=None if moe.dense_beside is None else self._feed(moe.dense_beside, *map(name, names.DENSE)),
         )
 
     def _norm(self, stem: str, spec: NormSpec | None) -> NormWeights | None:
@@ -230,6 +255,9 @@ class _Loader:
 
     def _cut(self, name: str) -> Cut:
         return self.cuts.get(name, WHOLE)
+
+
+EXPERT = names.EXPERT_GATE, names.EXPERT_UP, names.EXPERT_DOWN
 
 
 def _as_tensor(array: NDArray[Any]) -> Tensor:

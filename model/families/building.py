@@ -21,6 +21,7 @@ from ..spec import (
     FeedSpec,
     HeadSpec,
     LayerSpec,
+    MoeSpec,
     NormSpec,
 )
 from .names import Names
@@ -66,7 +67,7 @@ def attention(sizes: Sizes, **changes: Any) -> AttentionSpec:
 def layers_of(
     sizes: Sizes,
     norm: NormSpec | None,
-    inner: FeedSpec,
+    inner: FeedSpec | MoeSpec,
     *,
     windows: Sequence[int | None] | None = None,
     ropes: Sequence[int | None] | None = None,
@@ -86,9 +87,9 @@ def layers_of(
     ]
 
 
-def biases(keys: ConfigKeys, key: str = "attention_bias") -> dict[str, Any]:
+def biases(keys: ConfigKeys, key: str = "attention_bias", *, default: bool = False) -> dict[str, Any]:
     """The biases of all projections of attention, as one key says; the fields of `AttentionSpec`."""
-    has_bias = keys.flag(key, False)
+    has_bias = keys.flag(key, default)
     return {"has_qkv_bias": has_bias, "has_output_bias": has_bias}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config_keys import ConfigKeys
 from ..rope_config import MAX_THETA, RopeConfig
-from ..spec import DecoderSpec, EmbeddingSpec, FeedSpec, HeadSpec
+from ..spec import DecoderSpec, EmbeddingSpec, FeedSpec, HeadSpec, MoeSpec
 from .building import Family, biases, decoder, feed, layers_of, rms_norm, rope
 from .names import DOWN, GATE, LAYER, POST_FEED, POST_MIXER, UP, Names, split, stacked
 from .reading import Sizes, layer_types, renamed, sizes, windows
@@ -16,7 +16,7 @@ from .reading import Sizes, layer_types, renamed, sizes, windows
 def granite(keys: ConfigKeys) -> DecoderSpec:
     """Granite: logits are divided."""
     found = sizes(keys)
-    return _decoder(keys, found, (rope(keys, found),), logits=1 / keys.positive("logits_scaling", 1.0))
+    return granite_decoder(keys, found, (rope(keys, found),), logits=1 / keys.positive("logits_scaling", 1.0))
 
 
 def granite_swa(keys: ConfigKeys) -> DecoderSpec:
@@ -24,9 +24,9 @@ def granite_swa(keys: ConfigKeys) -> DecoderSpec:
     found = sizes(keys, num_kv_heads=4, max_position=8192)
     positions = rope(keys, found)
     on = windows(keys, found.num_layers, 128, pattern=lambda layer: layer % 4 != 0)
-    thetas = _thetas(keys, found.num_layers, positions.theta)
+    thetas = layer_thetas(keys, found.num_layers, positions.theta)
     bases = list(dict.fromkeys(theta for theta in thetas if theta))
-    return _decoder(
+    return granite_decoder(
         keys,
         found,
         tuple(replace(positions, theta=theta) for theta in bases),
@@ -39,7 +39,7 @@ def granite_swa(keys: ConfigKeys) -> DecoderSpec:
     )
 
 
-def _thetas(keys: ConfigKeys, num_layers: int, default: float) -> list[float]:
+def layer_thetas(keys: ConfigKeys, num_layers: int, default: float) -> list[float]:
     """The base of each layer's rotary positions; 0 = none."""
     listed = keys.values.get("layer_rope_theta")
     if listed is None:
@@ -61,7 +61,7 @@ def granite4(keys: ConfigKeys) -> DecoderSpec:
     if layer_types(keys, found.num_layers, ("attention", "full_attention")) is None:
         keys.refuse("layer_types", "is missing, and recurrent layers are not supported")
     rotates = keys.values.get("position_embedding_type") == "rope"
-    return _decoder(
+    return granite_decoder(
         keys,
         found,
         (rope(keys, found),) if rotates else (),
@@ -82,7 +82,7 @@ def hyperclovax(keys: ConfigKeys) -> DecoderSpec:
     found, norm = sizes(keys), rms_norm(keys)
     post = norm if keys.flag("use_post_norm", True) else None
     scale = keys.optional_number("attention_multiplier")
-    return _decoder(
+    return granite_decoder(
         keys,
         found,
         (rope(keys, found),),
@@ -97,7 +97,7 @@ def hyperclovax_names(spec: DecoderSpec) -> Names:
     return {POST_MIXER: f"{LAYER}.post_norm1", POST_FEED: f"{LAYER}.post_norm2"}
 
 
-def _decoder(
+def granite_decoder(
     keys: ConfigKeys,
     found: Sizes,
     positions: tuple[RopeConfig, ...],
@@ -105,11 +105,11 @@ def _decoder(
     logits: float,
     eps: float = 1e-6,
     is_tied: bool = False,
-    inner: FeedSpec | None = None,
+    inner: FeedSpec | MoeSpec | None = None,
     around: dict[str, Any] | None = None,
     **changes: Any,
 ) -> DecoderSpec:
-    """`logits` multiplies them. `around` and `changes`: of `layers_of`."""
+    """A decoder with multipliers; `logits` is that of logits. `around` and `changes`: of `layers_of`."""
     norm = rms_norm(keys, default=eps)
     layers = layers_of(
         found,

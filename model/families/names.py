@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, NormSpec
 
 Shape = tuple[int, ...]
+Stems = tuple[str, str, str]  # of gate, up and down
 Index = slice | NDArray[np.int64]
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
 POSITIONS, EMBEDDING_NORM = "model.embed_positions", "model.embed_layernorm"
@@ -30,12 +31,17 @@ PRE_MIXER, POST_MIXER = f"{LAYER}.input_layernorm", f"{LAYER}.post_mixer_layerno
 PRE_FEED, POST_FEED = f"{LAYER}.post_attention_layernorm", f"{LAYER}.post_feed_layernorm"
 Q, K, V, OUTPUT = (f"{LAYER}.self_attn.{name}_proj" for name in "qkvo")
 Q_NORM, K_NORM, SINKS = (f"{LAYER}.self_attn.{name}" for name in ("q_norm", "k_norm", "sinks"))
-GATE, UP, DOWN = (f"{LAYER}.mlp.{name}_proj" for name in ("gate", "up", "down"))
+DENSE = GATE, UP, DOWN = f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.down_proj"
 ACTIVATION = f"{LAYER}.mlp.act_alpha"  # the two numbers of xIELU
 ROUTER, CHOICE_BIAS = f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate.e_score_correction_bias"
 EXPERT = f"{LAYER}.mlp.experts.*"
-EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = (f"{EXPERT}.{name}_proj" for name in ("gate", "up", "down"))
-SHARED_GATE, SHARED_UP, SHARED_DOWN = (f"{LAYER}.mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))
+EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = f"{EXPERT}.gate_proj", f"{EXPERT}.up_proj", f"{EXPERT}.down_proj"
+SHARED_EXPERT = f"{LAYER}.mlp.shared_experts"
+SHARED = SHARED_GATE, SHARED_UP, SHARED_DOWN = (
+    f"{SHARED_EXPERT}.gate_proj",
+    f"{SHARED_EXPERT}.up_proj",
+    f"{SHARED_EXPERT}.down_proj",
+)
 SHARED_ROUTER = f"{LAYER}.mlp.shared_expert_gate"
 
 
@@ -90,7 +96,7 @@ def _layer(layer: LayerSpec, hidden: int) -> Iterator[Target]:
     yield from _norm(POST_MIXER, hidden, layer.post_mixer)
     yield from _norm(PRE_FEED, hidden, layer.pre_feed)
     if isinstance(layer.feed, FeedSpec):
-        yield from _feed(layer.feed, hidden)
+        yield from _feed(layer.feed, hidden, DENSE)
     elif layer.feed is not None:
         yield from _experts(layer.feed, hidden)
     yield from _norm(POST_FEED, hidden, layer.post_feed)
@@ -112,7 +118,7 @@ def _attention(attention: AttentionSpec, hidden: int) -> Iterator[Target]:
     yield from _linear(OUTPUT, hidden, heads * value_dim, attention.has_output_bias)
 
 
-def _feed(feed: FeedSpec, hidden: int, stems: tuple[str, str, str] = (GATE, UP, DOWN)) -> Iterator[Target]:
+def _feed(feed: FeedSpec, hidden: int, stems: Stems) -> Iterator[Target]:
     """`stems`: of gate, up and down."""
     inner, (gate, up, down) = feed.intermediate_size, stems
     if feed.is_gated:
@@ -127,15 +133,28 @@ def _experts(moe: MoeSpec, hidden: int) -> Iterator[Target]:
     yield from _linear(ROUTER, moe.num_experts, hidden, moe.router.has_bias)
     if moe.router.has_choice_bias:
         yield Target(CHOICE_BIAS, (moe.num_experts,))
-    for expert in range(moe.num_experts):
-        for target in _feed(moe.expert, hidden, (EXPERT_GATE, EXPERT_UP, EXPERT_DOWN)):
-            yield Target(of_expert(target.name, expert), target.shape)
-    if moe.shared is not None:
-        yield from _feed(moe.shared, hidden, (SHARED_GATE, SHARED_UP, SHARED_DOWN))
+    for feed, stems in _networks(moe):
+        yield from _feed(feed, hidden, stems)
     if moe.has_shared_gate:
         yield Target(f"{SHARED_ROUTER}.weight", (1, hidden))
+
+
+def feeds_of(layer: LayerSpec) -> Iterator[tuple[FeedSpec, Stems]]:
+    """The feed-forward networks of a layer, each with its stems of gate, up and down: one, or those of experts."""
+    if isinstance(layer.feed, FeedSpec):
+        yield layer.feed, DENSE
+    elif layer.feed is not None:
+        yield from _networks(layer.feed)
+
+
+def _networks(moe: MoeSpec) -> Iterator[tuple[FeedSpec, Stems]]:
+    for expert in range(moe.num_experts):
+        gate, up, down = (of_expert(stem, expert) for stem in (EXPERT_GATE, EXPERT_UP, EXPERT_DOWN))
+        yield moe.expert, (gate, up, down)
+    if moe.shared is not None:
+        yield moe.shared, SHARED
     if moe.dense_beside is not None:
-        yield from _feed(moe.dense_beside, hidden)
+        yield moe.dense_beside, DENSE
 
 
 def of_expert(name: str, expert: int) -> str:

@@ -42,13 +42,14 @@ def _held(one: AdapterSlice, parts: list[Part]) -> Iterator[AdapterSlice]:
 def _parts(spec: DecoderSpec, layer: int, linear: LinearName, shard: RankShare) -> tuple[list[Part], slice]:
     """The parts of a linear's rows, and the columns that the rank holds."""
     mixer, feed = spec.layers[layer].mixer, spec.layers[layer].feed
-    assert isinstance(mixer, AttentionSpec) and isinstance(feed, FeedSpec), "missing() refuses others"
-    dim, heads, keys, inner = mixer.head_dim, mixer.num_heads, mixer.num_kv_heads, feed.intermediate_size
+    assert isinstance(mixer, AttentionSpec), "missing() refuses others"
+    dim, heads, keys = mixer.head_dim, mixer.num_heads, mixer.num_kv_heads
     if linear == "output":
         return [], shard.part(heads, dim)
-    if linear == "down":
-        return [], shard.part(inner)
-    if linear == "gate_up":
-        return [(inner, shard.part(inner))] * (2 if feed.is_gated else 1), ALL
+    if linear in ("down", "gate_up"):
+        assert isinstance(feed, FeedSpec), "adapters of experts are refused"
+        inner = feed.intermediate_size
+        parts = [(inner, shard.part(inner))] * (2 if feed.is_gated else 1)
+        return ([], shard.part(inner)) if linear == "down" else (parts, ALL)
     key_part = (keys * dim, shard.key_heads(keys, dim))
     return [(heads * dim, shard.part(heads, dim)), key_part, key_part], ALL

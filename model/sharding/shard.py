@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ..families import names
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec
 
 ALL = slice(None)
 
@@ -61,7 +61,8 @@ def why_not_cut(spec: DecoderSpec, size: int) -> str | None:
         if heads % size or (keys % size and size % keys):
             sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
             return f"must divide {heads} heads, and divide {keys} key/value heads or be a multiple; use {listed(sizes)}"
-    smallest = min((feed.intermediate_size for feed in spec.feeds()), default=size)
+    feeds = (feed for layer in dict.fromkeys(spec.layers) for feed, _ in names.feeds_of(layer))
+    smallest = min((feed.intermediate_size for feed in feeds), default=size)
     if min(smallest, spec.vocab_size) < size:
         return f"a rank would have nothing of a feed of {smallest} numbers and {spec.vocab_size} tokens; use less"
     return None
@@ -100,19 +101,29 @@ def bias_of(cut: Cut, shard: RankShare) -> Cut:
 
 def _layer(layer: LayerSpec, shard: RankShare) -> LayerSpec:
     mixer, feed = layer.mixer, layer.feed
-    assert isinstance(mixer, AttentionSpec) and isinstance(feed, FeedSpec), "missing() refuses others"
+    assert isinstance(mixer, AttentionSpec) and feed is not None, "missing() refuses others"
     heads, keys = shard.part(mixer.num_heads), shard.key_heads(mixer.num_kv_heads)
-    inner = shard.part(feed.intermediate_size)
     return replace(
         layer,
         mixer=replace(mixer, num_heads=heads.stop - heads.start, num_kv_heads=keys.stop - keys.start),
-        feed=replace(feed, intermediate_size=inner.stop - inner.start),
+        feed=_feed(feed, shard) if isinstance(feed, FeedSpec) else _experts(feed, shard),
     )
 
 
+def _feed(feed: FeedSpec, shard: RankShare) -> FeedSpec:
+    inner = shard.part(feed.intermediate_size)
+    return replace(feed, intermediate_size=inner.stop - inner.start)
+
+
+def _experts(moe: MoeSpec, shard: RankShare) -> MoeSpec:
+    """Every rank routes, and has its inner numbers of each expert."""
+    shared, dense = (None if feed is None else _feed(feed, shard) for feed in (moe.shared, moe.dense_beside))
+    return replace(moe, expert=_feed(moe.expert, shard), shared=shared, dense_beside=dense)
+
+
 def _cuts(layer: LayerSpec, shard: RankShare) -> Iterator[tuple[str, Cut]]:
-    mixer, feed = layer.mixer, layer.feed
-    assert isinstance(mixer, AttentionSpec) and isinstance(feed, FeedSpec), "missing() refuses others"
+    mixer = layer.mixer
+    assert isinstance(mixer, AttentionSpec), "missing() refuses others"
     dim, value_dim = mixer.head_dim, mixer.value_dim or mixer.head_dim
     yield names.Q, Cut(shard.part(mixer.num_heads, dim))
     yield names.K, Cut(shard.key_heads(mixer.num_kv_heads, dim))
@@ -123,7 +134,8 @@ def _cuts(layer: LayerSpec, shard: RankShare) -> Iterator[tuple[str, Cut]]:
         yield names.K_NORM, Cut(shard.key_heads(mixer.num_kv_heads, dim))
     if mixer.has_sinks:
         yield names.SINKS, Cut(shard.part(mixer.num_heads))
-    inner = shard.part(feed.intermediate_size)
-    yield names.GATE, Cut(inner)
-    yield names.UP, Cut(inner)
-    yield names.DOWN, Cut(columns=inner)
+    for feed, stems in names.feeds_of(layer):
+        inner = shard.part(feed.intermediate_size)
+        for stem in stems[:2]:
+            yield stem, Cut(inner)
+        yield stems[2], Cut(columns=inner)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ....kernels import kernel_set
+from ....model.backend_gaps import missing
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
 from ....model.decoder.lora_slots import LoraSlots, SlotLayout
@@ -101,10 +102,10 @@ def free_bytes(config: EngineConfig, device: torch.device) -> int:
     return free_host_share(config) if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
-def backend_name(config: EngineConfig, device: torch.device) -> kernel_set.BackendName:
-    """The kernels that compute on the device."""
+def backend_name(config: EngineConfig, device: torch.device, shape: DecoderSpec) -> kernel_set.BackendName:
+    """The kernels that compute the decoder on the device: if nothing is set, torch's for what Triton's lack."""
     if config.attention_backend == "auto":
-        return "triton" if device.type == "cuda" else "torch"
+        return "triton" if device.type == "cuda" and not missing(shape, "triton") else "torch"
     assert config.attention_backend != "native"
     return config.attention_backend
 
@@ -170,7 +171,7 @@ def _sizing_on_gpu(
     adapters = getattr(decoder, "adapters", None)
     slots = adapters.num_bytes if isinstance(adapters, LoraSlots) else 0  # allocated already
     loaded = weights + tables_bytes(shape, max_model_len) + slots
-    has_kernels = backend_name(config, decoder.device) == "triton"
+    has_kernels = backend_name(config, decoder.device, shape) == "triton"
     rows = most_rows_of(config) if is_async else config.max_num_seqs
     chooser = device_sampler_bytes(config.max_num_seqs, shape.vocab_size, rows) if has_kernels else 0
 

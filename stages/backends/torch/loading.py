@@ -73,7 +73,7 @@ def load_on_torch(
     `streams` replace the device's own, in tests.
     """
     device = choose_device(config, threads)
-    kernels = _load_kernels(config, device)
+    kernels = _load_kernels(config, device, shape)
     _check_backend(config, device, kernels.name)
     if gaps := missing(shape, kernels.name):
         raise ConfigError(f"{shape.family}: attention_backend = {kernels.name} lacks {', '.join(gaps)}")
@@ -189,10 +189,10 @@ def make_backend(
     )
 
 
-def _load_kernels(config: EngineConfig, device: torch.device) -> kernel_set.KernelSet:
+def _load_kernels(config: EngineConfig, device: torch.device, shape: DecoderSpec) -> kernel_set.KernelSet:
     """The kernels of the configured backend. Raises `ConfigError` where they cannot run."""
     try:
-        kernels = kernel_set.load(backend_name(config, device))
+        kernels = kernel_set.load(backend_name(config, device, shape))
     except kernel_set.BackendUnavailableError as error:
         raise ConfigError(str(error)) from None
     if kernels.name == "triton" and device.type == "cpu":

@@ -136,7 +136,7 @@ class RankWorker:
         self._join_on = partial(self._join or (lambda own: join(device=own)), device)
         root: Path = LinkedFolder(setup.root) if config.allow_links_outside else Path(setup.root)
         _, whole = open_source(root, read_spec(root), config.load_format, merging_of(config))
-        kernels = kernel_set.load(backend_name(config, device))
+        kernels = kernel_set.load(backend_name(config, device, whole))
         spec, parts, options = load_share(config, root, whole, shard, device, kernels)
         tilings = tilings_of(config, device, kernels.name)
         self._make = partial(Decoder, spec, *parts, tilings=tilings, **options)

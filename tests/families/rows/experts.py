@@ -15,10 +15,10 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
-ROUTED: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "by": FALLBACK}
+ROUTED: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 GROUPED: dict[str, Any] = {**ROUTED, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "n_shared_experts": 1}
-EIGHT: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "by": FALLBACK}
-LOCAL: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3, "by": FALLBACK}
+EIGHT: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+LOCAL: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
 MULTIPLIED: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,
@@ -33,8 +33,8 @@ SOFTMAX = (
     row("qwen2-moe-normed", "qwen2_moe", shared_expert_intermediate_size=24, norm_topk_prob=True, **EIGHT),
     row("qwen3-moe", "qwen3_moe", decoder_sparse_step=2, **{**EIGHT, **LOCAL}),
     row("qwen3-moe-normed", "qwen3_moe", norm_topk_prob=True, **{**EIGHT, **LOCAL}),
-    row("olmoe", "olmoe", seed=1, num_experts=8, num_experts_per_tok=3, by=FALLBACK),
-    row("flex-olmo", "flex_olmo", num_experts=8, num_experts_per_tok=3, by=FALLBACK),
+    row("olmoe", "olmoe", seed=1, num_experts=8, num_experts_per_tok=3),
+    row("flex-olmo", "flex_olmo", num_experts=8, num_experts_per_tok=3),
     row("granitemoe", "granitemoe", **LOCAL, **MULTIPLIED),
     row("granitemoe-shared", "granitemoeshared", shared_intermediate_size=24, **LOCAL, **MULTIPLIED),
     row(
@@ -56,6 +56,7 @@ SOFTMAX = (
         sliding_window=16,
         layer_types=layer_types("sfsf"),
         rope_parameters=YARN,
+        by=FALLBACK,
         **LOCAL,
     ),
     row(
@@ -66,9 +67,10 @@ SOFTMAX = (
         attention_bias=True,
         lm_head_bias=True,
         router_jitter_noise=0.0,
+        by=FALLBACK,
         **LOCAL,
     ),
-    row("phimoe-full", "phimoe", sliding_window=None, router_jitter_noise=0.0, **LOCAL),
+    row("phimoe-full", "phimoe", sliding_window=None, router_jitter_noise=0.0, by=FALLBACK, **LOCAL),
     row(
         "ernie4-5-moe",
         "ernie4_5_moe",
@@ -77,10 +79,9 @@ SOFTMAX = (
         moe_intermediate_size=16,
         moe_num_shared_experts=1,
         moe_layer_end_index=2,
-        by=FALLBACK,
     ),
     row("hunyuan-moe", "hunyuan_v1_moe", head_dim=8, num_experts=8, moe_topk=3, by=FALLBACK),
-    row("jetmoe", "jetmoe", kv_channels=8, num_key_value_heads=4, **LOCAL),
+    row("jetmoe", "jetmoe", kv_channels=8, num_key_value_heads=4, by=FALLBACK, **LOCAL),
     row(
         "dbrx",
         "dbrx",
@@ -114,6 +115,7 @@ SOFTMAX = (
         sliding_window=16,
         layer_types=layer_types("fsfs"),
         moe_intermediate_size=16,
+        by=FALLBACK,
         **LOCAL,
     ),
     row(
@@ -143,9 +145,10 @@ SIGMOID = (
         layer_types=layer_types("sfsf"),
         num_shared_experts=1,
         first_k_dense_replace=1,
+        by=FALLBACK,
         **EIGHT,
     ),
-    row("minimax-m2", "minimax_m2", seed=1, head_dim=8, **LOCAL),
+    row("minimax-m2", "minimax_m2", seed=1, head_dim=8, by=FALLBACK, **LOCAL),
     row(
         "mimo-v2-flash",
         "mimo_v2_flash",
@@ -154,6 +157,7 @@ SIGMOID = (
         v_head_dim=8,
         sliding_window=16,
         layer_types=layer_types("fsfs"),
+        by=FALLBACK,
         **ROUTED,
     ),
     row(
@@ -166,6 +170,7 @@ SIGMOID = (
         sliding_window=16,
         layer_types=layer_types("sfsf"),
         mup_enabled=True,
+        by=FALLBACK,
         **EIGHT,
     ),
     row(
@@ -177,11 +182,19 @@ SIGMOID = (
         layer_types=layer_types("fsfs"),
         num_attention_heads_per_layer=[4] * 4,
         shared_expert_intermediate_size=16,
+        by=FALLBACK,
         **EIGHT,
     ),
     row("solar-open", "solar_open", head_dim=8, **{**GROUPED, "n_group": 1, "topk_group": 1}),
-    row("sarvam-moe", "sarvam_moe", head_dim=8, first_k_dense_replace=1, **{**GROUPED, "n_group": 1, "topk_group": 1}),
-    row("hy-v3", "hy_v3", head_dim=8, num_shared_experts=1, **EIGHT),
+    row(
+        "sarvam-moe",
+        "sarvam_moe",
+        by=FALLBACK,
+        head_dim=8,
+        first_k_dense_replace=1,
+        **{**GROUPED, "n_group": 1, "topk_group": 1},
+    ),
+    row("hy-v3", "hy_v3", head_dim=8, num_shared_experts=1, by=FALLBACK, **EIGHT),
     row(
         "llama4-text",
         "llama4_text",
@@ -218,6 +231,7 @@ SIGMOID = (
         layer_types=layer_types("sfsf"),
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
+        by=FALLBACK,
         **LOCAL,
     ),
     row(
@@ -230,6 +244,7 @@ SIGMOID = (
         layer_types=layer_types("fsfs"),
         shared_expert_intermediate_size=16,
         mlp_only_layers=[0],
+        by=FALLBACK,
         **EIGHT,
     ),
     row(
@@ -241,6 +256,7 @@ SIGMOID = (
         head_dim=8,
         sliding_window=16,
         layer_types=layer_types("sfsf"),
+        by=FALLBACK,
         **EIGHT,
     ),
 )
@@ -252,6 +268,7 @@ LATENTS = (
         topk_method="greedy",
         first_k_dense_replace=1,
         n_shared_experts=1,
+        by=FALLBACK,
         **LATENT,
         **ROUTED,
     ),
@@ -259,6 +276,7 @@ LATENTS = (
         "deepseek-v2-groups",
         "deepseek_v2",
         topk_method="group_limited_greedy",
+        by=FALLBACK,
         **{**LATENT, "q_lora_rank": None},
         **GROUPED,
     ),
@@ -266,16 +284,18 @@ LATENTS = (
         "deepseek-v3",
         "deepseek_v3",
         first_k_dense_replace=1,
+        by=FALLBACK,
         rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
         **LATENT,
         **GROUPED,
     ),
-    row("glm4-moe-lite", "glm4_moe_lite", **LATENT, **GROUPED),
+    row("glm4-moe-lite", "glm4_moe_lite", by=FALLBACK, **LATENT, **GROUPED),
     row("minicpm3", "minicpm3", scale_emb=3, scale_depth=1.4, dim_model_base=16, by=FALLBACK, **LATENT),
     row("youtu", "youtu", by=FALLBACK, pad_token_id=None, **LATENT),
     row(
         "mistral4",
         "mistral4",
+        by=FALLBACK,
         rope_parameters={**TEMPERED, "partial_rotary_factor": 0.5},
         auto="AutoModelForImageTextToText",
         **{**LATENT, "qk_nope_head_dim": 4},
@@ -295,11 +315,12 @@ LATENTS = (
         by=FALLBACK,
         **LATENT,
     ),
-    row("axk1", "axk1", mlp_layer_types=["dense", "sparse", "sparse"], **LATENT, **GROUPED),
+    row("axk1", "axk1", mlp_layer_types=["dense", "sparse", "sparse"], by=FALLBACK, **LATENT, **GROUPED),
     row(
         "sarvam-mla",
         "sarvam_mla",
         first_k_dense_replace=1,
+        by=FALLBACK,
         **{**LATENT, "q_lora_rank": None},
         **{**GROUPED, "n_group": 1, "topk_group": 1},
     ),

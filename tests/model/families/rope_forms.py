@@ -37,6 +37,7 @@ SIZES: dict[str, Any] = {
     "sliding_window": 16,
 }
 OWN: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "exaone": {"num_layers": 4},
     "falcon": {"num_kv_heads": 2},
     "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["attention"] * 4, "position_embedding_type": "rope"},
@@ -76,7 +77,7 @@ def draw(model_type: str, rng: random.Random) -> dict[str, Any]:
     """The keys of a config.json, in the older form, the newer one, or both."""
     keys = {**SIZES, **OWN.get(model_type, {})}
     keys |= {key: rng.choice(values) for key, (share, values) in BESIDE.items() if rng.random() < share}
-    size = keys.get("head_dim", 16) // (2 if model_type in ("glm", "glm4", "persimmon", "phi") else 1)
+    size = keys.get("head_dim", 16) // (2 if model_type in ("glm", "glm4", "glm4_moe", "persimmon", "phi") else 1)
     if model_type in BY_TYPE and rng.random() < 0.6:
         keys["layer_types"] = rng.choices(["full_attention", "sliding_attention"], k=4)
     older, newer = rng.random(), rng.random()

@@ -22,7 +22,7 @@ from tests.families.ways import Outcome, run_way
 from tests.families.zoo import Zoo
 
 SMALL: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_gpu_blocks": 64, "block_size": 4}
-WAYS = {"qwen3-moe": "chunked", "gpt-oss": "preempted", "gemma3n-text": "prefix", "deepseek-v3": "swapped"}
+WAYS = {"hunyuan-moe": "chunked", "gpt-oss": "preempted", "gemma3n-text": "prefix", "deepseek-v3": "swapped"}
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +47,13 @@ def test_tokens_are_those_of_transformers(zoo: Zoo, short_zoo: Zoo, name: str, w
 
 
 @pytest.fixture(scope="module")
-def qwen(short_zoo: Zoo) -> Path:
-    return short_zoo.entry(row_of("qwen3-moe")).folder
+def hunyuan(short_zoo: Zoo) -> Path:
+    return short_zoo.entry(row_of("hunyuan-moe")).folder
 
 
 @pytest.mark.slow
-def test_an_engine_says_that_it_runs_through_transformers(qwen: Path) -> None:
-    with LLM(str(qwen), **SMALL) as llm:
+def test_an_engine_says_that_it_runs_through_transformers(hunyuan: Path) -> None:
+    with LLM(str(hunyuan), **SMALL) as llm:
         info = llm.info
         assert (info.model_impl, info.attention_backend, info.dtype) == ("transformers", "torch", "float32")
         assert info.memory is not None and 100_000 < info.memory.row("weights").num_bytes < 500_000
@@ -64,9 +64,9 @@ def test_an_engine_says_that_it_runs_through_transformers(qwen: Path) -> None:
 
 
 @pytest.mark.slow
-def test_random_weights_need_no_files(qwen: Path, tmp_path: Path) -> None:
+def test_random_weights_need_no_files(hunyuan: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_bytes((qwen / name).read_bytes())
+        (tmp_path / name).write_bytes((hunyuan / name).read_bytes())
     with LLM(str(tmp_path), load_format="dummy", **SMALL) as llm:
         (output,) = llm.generate([[9, 8, 7]], SamplingParams(max_tokens=3), use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 3
@@ -104,7 +104,7 @@ def deeper(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
 
 
 def classifier(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    values["architectures"] = ["Qwen3MoeForSequenceClassification"]
+    values["architectures"] = ["HunYuanMoEV1ForSequenceClassification"]
 
 
 def recurrent(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -127,25 +127,27 @@ BROKEN = [
     (with_a_number_of_names, "architectures: must be a list of names, not 3"),
     (negative, "is not supported: its modules do not run .*negative dimension"),
     (without_norm, "tensor model.norm.weight is missing, which config.json"),
-    (with_bias, "tensor model.layers.0.self_attn.q_proj.bias is not part of a qwen3_moe model"),
+    (with_bias, "tensor model.layers.0.self_attn.q_proj.bias is not part of a hunyuan_v1_moe model"),
     (with_nan, "tensor model.norm.weight: holds NaN or infinity"),
     (wider, r"describes \d+ weights, and the files hold \d+"),
     (deeper, "num_hidden_layers: must be at most 1024, not 1000000000"),
-    (classifier, "Qwen3MoeForSequenceClassification does not generate text"),
+    (classifier, "HunYuanMoEV1ForSequenceClassification does not generate text"),
     (recurrent, r"model_type: 'mamba' is not supported: its layers keep a state besides keys and values \(linear_"),
     (with_code, "auto_map requires code outside this program, which is never run"),
 ]
 
 
 @pytest.mark.parametrize(("edit", "message"), BROKEN, ids=[edit.__name__ for edit, _ in BROKEN])
-def test_a_checkpoint_that_is_not_one_is_refused(qwen: Path, tmp_path: Path, edit: Any, message: str) -> None:
+def test_a_checkpoint_that_is_not_one_is_refused(hunyuan: Path, tmp_path: Path, edit: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
-        LLM(str(changed(qwen, tmp_path, edit)), **SMALL)
+        LLM(str(changed(hunyuan, tmp_path, edit)), **SMALL)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_setting_that_does_not_fit_is_refused_before_loading(qwen: Path) -> None:
-    with pytest.raises(ConfigError, match=r"quantization = int8: .* \(model_type = qwen3_moe: no family here"):
-        LLM(str(qwen), quantization="int8", **SMALL)
-    with pytest.raises(CheckpointError, match="model_type: 'qwen3_moe' is not supported; .*, among them 'qwen3'"):
-        LLM(str(qwen), model_impl="millrace", **SMALL)
+def test_a_setting_that_does_not_fit_is_refused_before_loading(hunyuan: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quantization = int8: .* \(model_type = hunyuan_v1_moe: no family here"):
+        LLM(str(hunyuan), quantization="int8", **SMALL)
+    with pytest.raises(
+        CheckpointError, match="model_type: 'hunyuan_v1_moe' is not supported; .*, among them 'hunyuan_v1_dense'"
+    ):
+        LLM(str(hunyuan), model_impl="millrace", **SMALL)

@@ -270,12 +270,17 @@ def step_cases() -> list[CompileCase]:
     slots = step_state.SlotState(_meta(256, step_state.STATE_WIDTH, dtype=ints), _meta(256, 32768, dtype=ints), tables)
     tokens, rows, row_ids = _meta(1024, dtype=longs), _meta(256, dtype=ints), _meta(256, dtype=longs)
     starts, adapters = _meta(257, dtype=ints), _meta(1024, dtype=ints)
-    buffers = step_state.StepBuffers(tokens, tokens, tokens, tables, starts, rows, row_ids, rows, rows, rows, adapters)
+    of_kinds = _meta(1, 1024, dtype=longs), _meta(1, 256, 2048, dtype=ints)
+    buffers = step_state.StepBuffers(
+        tokens, tokens, tokens, tables, starts, rows, row_ids, rows, rows, rows, adapters, *of_kinds
+    )
     diff, out = _meta(8192, dtype=ints), _meta(2, 256, dtype=ints)
     offset = replace(slots, has_rope_offsets=True, has_adapters=True)
+    two_kinds = replace(slots, tables=_meta(512, 2048, dtype=ints))
     return [
         CompileCase("step news", lambda: triton_step.apply_updates(diff, slots)),
         CompileCase("step inputs", lambda: triton_step.make_inputs(diff, slots, buffers, 16)),
+        CompileCase("step inputs of two kinds", lambda: triton_step.make_inputs(diff, two_kinds, buffers, 16)),
         CompileCase("step inputs longrope adapters", lambda: triton_step.make_inputs(diff, offset, buffers, 16)),
         CompileCase("step settle", lambda: triton_step.note_tokens(out, row_ids, buffers, slots)),
     ]

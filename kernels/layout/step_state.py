@@ -7,8 +7,8 @@ made from the diff and the tables on the device, so chosen tokens need no round 
 diff is here; `stages/backends/cuda/step_update.py` writes it.
 
 numpy only. Every array may be a CPU tensor, whose memory is then written. S slots, L tokens a slot at most, M blocks a
-slot, P rows and N tokens of a step, padding included; R and T are the same without padding. A step has at most P rows
-of logits.
+slot, K kinds of blocks (`kv_layout.py`), P rows and N tokens of a step, padding included; R and T are the same without
+padding. A step has at most P rows of logits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HAS_DRAFTS = 11  # 1: each token of a row with logits has logits, in adjacent ro
 HEADER = 16
 
 # rows      slots [R], starts [R], offsets [R + 1] of their tokens in the step, logits [R]: first row of logits or -1
-# entries   slots [E], places [E], blocks [E]: new entries of block tables
+# entries   rows [E], places [E], blocks [E]: new entries of block tables; the row of slot s and kind k is k * S + s
 # started   [C, 1 + STATE_WIDTH]: slot and state of sequences that start
 # runs      slots [Q], starts [Q], ends [Q]: known tokens, which end at `ends` in the diff and are written from `starts`
 
@@ -62,9 +62,14 @@ class SlotState:
 
     state: Array  # [S, STATE_WIDTH] i32
     tokens: Array  # [S, L] i32
-    tables: Array  # [S, M] i32 block ids in token order
+    tables: Array  # [K * S, M] i32 block ids in token order, of kind 0 first
     has_rope_offsets: bool = False
     has_adapters: bool = False
+
+    @property
+    def num_kinds(self) -> int:
+        """K"""
+        return len(self.tables) // len(self.state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +90,8 @@ class StepBuffers:
     next_positions: Array  # [P] i32, where in its sequence the token stands that these logits choose; 0 = unused
     runs: Array  # [P] i32, rows of logits of the same sequence from this one on: 1, more before drafts; 0 = unused
     adapters: Array  # [N] i32, slots of LoRA adapters, 0 = none; only where `SlotState.has_adapters`
+    more_mappings: Array  # [K - 1, N] as `slot_mapping`, of the kinds of blocks after the first
+    more_tables: Array  # [K - 1, P, M] as `block_tables`, likewise
 
     def of(self, num_rows: int, num_tokens: int) -> StepBuffers:
         """The same memory, for `num_rows` rows and `num_tokens` tokens."""
@@ -100,6 +107,8 @@ class StepBuffers:
             self.next_positions[:num_rows],
             self.runs[:num_rows],
             self.adapters[:num_tokens],
+            self.more_mappings[:, :num_tokens],
+            self.more_tables[:, :num_rows],
         )
 
 
@@ -114,18 +123,19 @@ def make_slots(
     *,
     has_rope_offsets: bool = False,
     has_adapters: bool = False,
+    num_kinds: int = 1,
 ) -> SlotState:
-    """State for `num_slots` sequences of at most `max_model_len` tokens."""
+    """State for `num_slots` sequences of at most `max_model_len` tokens, in blocks of `num_kinds` kinds."""
     return SlotState(
         state=make((num_slots, STATE_WIDTH), "int32"),
         tokens=make((num_slots, max_model_len), "int32"),
-        tables=make((num_slots, -(-max_model_len // block_size)), "int32"),
+        tables=make((num_kinds * num_slots, -(-max_model_len // block_size)), "int32"),
         has_rope_offsets=has_rope_offsets,
         has_adapters=has_adapters,
     )
 
 
-def make_buffers(make: Make, num_rows: int, num_tokens: int, blocks_per_slot: int) -> StepBuffers:
+def make_buffers(make: Make, num_rows: int, num_tokens: int, blocks_per_slot: int, num_kinds: int = 1) -> StepBuffers:
     """Inputs for steps of at most `num_rows` rows and `num_tokens` tokens."""
     return StepBuffers(
         input_ids=make((num_tokens,), "int64"),
@@ -139,6 +149,8 @@ def make_buffers(make: Make, num_rows: int, num_tokens: int, blocks_per_slot: in
         next_positions=make((num_rows,), "int32"),
         runs=make((num_rows,), "int32"),
         adapters=make((num_tokens,), "int32"),
+        more_mappings=make((num_kinds - 1, num_tokens), "int64"),
+        more_tables=make((num_kinds - 1, num_rows, blocks_per_slot), "int32"),
     )
 
 
@@ -177,20 +189,22 @@ def make_inputs(diff: Array, slots: SlotState, buffers: StepBuffers, block_size:
     out.query_starts[: num_rows + 1] = offsets
     out.lengths[:] = 0
     out.lengths[:num_rows] = np.where(goes_on, starts + counts, 0)
+    tables = tables.reshape(-1, len(state), tables.shape[1])  # [K, S, M]
     for row in range(num_rows):
         used = -(-int(out.lengths[row]) // block_size)
-        out.block_tables[row, :used] = tables[row_slots[row], :used]
+        out.block_tables[row, :used] = tables[0, row_slots[row], :used]
+        out.more_tables[:, row, :used] = tables[1:, row_slots[row], :used]
 
     rows = np.repeat(np.arange(num_rows), counts)  # of each token
     positions = np.arange(num_tokens) - offsets[rows] + starts[rows]
-    blocks = tables[row_slots[rows], positions // block_size].astype(np.int64)
-    out.positions[:], out.input_ids[:], out.slot_mapping[:] = 0, 0, -1
+    blocks = tables[:, row_slots[rows], positions // block_size].astype(np.int64)  # [K, T]
+    out.positions[:], out.input_ids[:], out.slot_mapping[:], out.more_mappings[:] = 0, 0, -1, -1
     out.positions[:num_tokens] = positions
     if slots.has_rope_offsets:
         out.positions[:num_tokens] += state[row_slots[rows], ROPE_OFFSET]
     out.input_ids[:num_tokens] = known[row_slots[rows], positions]
-    places = blocks * block_size + positions % block_size
-    out.slot_mapping[:num_tokens] = np.where(goes_on[rows], places, -1)
+    places = np.where(goes_on[rows], blocks * block_size + positions % block_size, -1)
+    out.slot_mapping[:num_tokens], out.more_mappings[:, :num_tokens] = places[0], places[1:]
     if slots.has_adapters:
         out.adapters[:] = 0
         out.adapters[:num_tokens] = np.where(goes_on[rows], state[row_slots[rows], ADAPTER], 0)

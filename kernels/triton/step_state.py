@@ -1,7 +1,8 @@
 """Triton kernels that keep the state of running sequences on the device.
 
 Their twins are in `kernels/layout/step_state.py`, which describes the diff and the state. Shapes: state
-[S, STATE_WIDTH] i32, tokens [S, L] i32, block tables [S, M] i32, results [2, P] i32; S slots, P rows of a step.
+[S, STATE_WIDTH] i32, tokens [S, L] i32, block tables [K * S, M] i32, results [2, P] i32; S slots, P rows of a step, K
+kinds of blocks.
 
 Grids depend on the padded size of a step alone, so a captured graph serves every step of that size; the kernels read
 the actual work from the diff. They move a few megabytes at most, so the launch dominates their cost.
@@ -59,16 +60,17 @@ def make_inputs(diff: Tensor, slots: SlotState, buffers: StepBuffers, block_size
     num_rows, num_tokens = len(buffers.lengths), len(buffers.input_ids)
     _rows_kernel[(num_rows,)](
         diff, slots.state, slots.tables, buffers.block_tables, buffers.query_starts, buffers.lengths,
-        buffers.logits_rows, buffers.sampled_slots, buffers.next_positions, buffers.runs,
-        slots.state.stride(0), slots.tables.stride(0), buffers.block_tables.stride(0), B=block_size, BLOCK=BLOCK,
-        enable_fp_fusion=True, **early_launch(diff.device),
+        buffers.logits_rows, buffers.sampled_slots, buffers.next_positions, buffers.runs, buffers.more_tables,
+        len(slots.state), slots.state.stride(0), slots.tables.stride(0), buffers.block_tables.stride(0),
+        buffers.more_tables.stride(0), B=block_size, BLOCK=BLOCK, NUM_KINDS=slots.num_kinds, enable_fp_fusion=True,
+        **early_launch(diff.device),
     )  # fmt: skip
     _tokens_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
         diff, slots.state, slots.tokens, slots.tables, buffers.input_ids, buffers.positions, buffers.slot_mapping,
-        buffers.adapters if slots.has_adapters else None, num_tokens,
-        slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0),
+        buffers.adapters if slots.has_adapters else None, buffers.more_mappings, num_tokens, len(slots.state),
+        slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0), buffers.more_mappings.stride(0),
         B=block_size, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_R=ROWS_AT_A_TIME, HAS_ROPE_OFFSETS=slots.has_rope_offsets,
-        enable_fp_fusion=True, **early_launch(diff.device),
+        NUM_KINDS=slots.num_kinds, enable_fp_fusion=True, **early_launch(diff.device),
     )  # fmt: skip
 
 
@@ -124,7 +126,8 @@ def _apply_updates_kernel(
 @triton.jit
 def _rows_kernel(
     diff, state, tables, block_tables, query_starts, lengths, logits_rows, sampled_slots, next_positions, runs,
-    state_row, tables_row, out_row, B: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
+    more_tables, num_slots, state_row, tables_row, out_row, out_kind,
+    B: tl.constexpr, BLOCK: tl.constexpr, NUM_KINDS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     start_early(IS_EARLY)
     row = tl.program_id(0)
@@ -145,6 +148,12 @@ def _rows_kernel(
         place = begin + tl.arange(0, BLOCK)
         ids = tl.load(tables + slot * tables_row + place, mask=place < num_blocks, other=0)
         tl.store(block_tables + row.to(tl.int64) * out_row + place, ids, mask=place < num_blocks)
+    for kind in tl.static_range(1, NUM_KINDS):
+        table = tables + (slot + kind * num_slots) * tables_row
+        out = more_tables + (kind - 1) * out_kind + row.to(tl.int64) * out_row
+        for begin in range(0, num_blocks, BLOCK):
+            place = begin + tl.arange(0, BLOCK)
+            tl.store(out + place, tl.load(table + place, mask=place < num_blocks, other=0), mask=place < num_blocks)
 
     # Rows of logits in use come first; each place is written by one program.
     tl.store(logits_rows + row, tl.zeros([], tl.int64), mask=row >= num_logits)
@@ -164,10 +173,10 @@ def _rows_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tokens_kernel(
-    diff, state, tokens, tables, input_ids, positions, slot_mapping, adapters,
-    num_tokens, state_row, tokens_row, tables_row,
+    diff, state, tokens, tables, input_ids, positions, slot_mapping, adapters, more_mappings,
+    num_tokens, num_slots, state_row, tokens_row, tables_row, mappings_kind,
     B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, HAS_ROPE_OFFSETS: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    NUM_KINDS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     start_early(IS_EARLY)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -189,6 +198,11 @@ def _tokens_kernel(
     is_place = token < num_tokens  # padding included
     tl.store(input_ids + token, ids.to(tl.int64), mask=is_place)
     tl.store(slot_mapping + token, tl.where(goes_on, block * B + position % B, -1), mask=is_place)
+    for kind in tl.static_range(1, NUM_KINDS):
+        table = tables + (slot + kind * num_slots) * tables_row
+        other = tl.load(table + position // B, mask=goes_on, other=0).to(tl.int64)
+        out = more_mappings + (kind - 1) * mappings_kind + token
+        tl.store(out, tl.where(goes_on, other * B + position % B, -1), mask=is_place)
     if adapters is not None:
         adapter = tl.load(state + slot * state_row + ADAPTER, mask=goes_on, other=0)
         tl.store(adapters + token, adapter, mask=is_place)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -42,6 +43,8 @@ class Decoder:
     `weights`, or `kernels`, add. `comm` joins the ranks that share a model; `spec` and `weights` are then the rank's
     share, and only rank 0 gets logits. None = the whole model is here.
     """
+
+    runs_kinds: ClassVar[bool] = True  # whether its layers may have blocks of several kinds: see `KVLayout`
 
     def __init__(
         self,
@@ -266,13 +269,14 @@ class _Layer:
         qkv = qkv.view(num_tokens, -1, attention.head_dim)  # [T, H + 2 G, D]
         keys, values = cache.layer(index)  # [N, G, B, D]
         k_scale, v_scale = cache.layer_scales(index)  # [G]
-        prologue = (qkv, self.norms, *self.tables, inputs.positions, keys, values, inputs.slot_mapping)
+        slot_mapping, block_tables = inputs.tables_of(cache.kind_of(index))
+        prologue = (qkv, self.norms, *self.tables, inputs.positions, keys, values, slot_mapping)
         attend: Callable[..., Tensor] = self.kernels.prologue_decode
-        places: tuple[object, ...] = (*prologue, self.query_factors, inputs.block_tables, inputs.lengths)
+        places: tuple[object, ...] = (*prologue, self.query_factors, block_tables, inputs.lengths)
         if not inputs.is_decode:
             attend = self.kernels.paged_attention
             q = self.kernels.attention_prologue(*prologue, k_scale, v_scale, self.query_factors)  # [T, H, D]
-            places = (q, keys, values, inputs.block_tables, inputs.query_starts, inputs.lengths)
+            places = (q, keys, values, block_tables, inputs.query_starts, inputs.lengths)
         seen = attend(  # keywords, as merging two dicts of them takes three times as long
             *places,
             scale=attention.scale,

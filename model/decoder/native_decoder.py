@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,6 +117,8 @@ def _qk_norm(qk_norm: QkNorm | None) -> NativeQkNorm | None:
 class NativeDecoder:
     """As `Decoder`, with a step in one call, during which the interpreter lock is free."""
 
+    runs_kinds: ClassVar[bool] = True
+
     def __init__(self, model: NativeModel, adapters: NativeLoraTable | None = None) -> None:
         """`adapters`: of the tokens of steps; None: no token has one."""
         self.model, self.adapters = model, adapters
@@ -155,12 +157,16 @@ class NativeDecoder:
         return self.model.normed(hidden)
 
     def _step(self, inputs: StepInputs[NDArray[Any]], cache: NativeCache, **wanted: Any) -> None:
+        slot_mapping, block_tables = inputs.slot_mapping, inputs.block_tables
+        if inputs.more_kinds:
+            slot_mapping = np.stack([slot_mapping, *(kind.slot_mapping for kind in inputs.more_kinds)])
+            block_tables = np.stack([block_tables, *(kind.block_tables for kind in inputs.more_kinds)])
         self.model.step(
             cache,
             input_ids=inputs.input_ids,
             positions=inputs.positions,
-            slot_mapping=inputs.slot_mapping,
-            block_tables=inputs.block_tables,
+            slot_mapping=slot_mapping,
+            block_tables=block_tables,
             query_starts=inputs.query_starts,
             lengths=inputs.lengths,
             adapters=None if self.adapters is None else self.adapters.token_slots,

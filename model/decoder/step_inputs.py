@@ -10,6 +10,14 @@ Array = TypeVar("Array", bound=Sized)  # tensors, or numpy arrays for a model th
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KindTables(Generic[Array]):
+    """Where the step's sequences lie in blocks of one kind: see `KVLayout`. As in `StepInputs`."""
+
+    slot_mapping: Array  # [T] i64
+    block_tables: Array  # [S, M] i32; what lies before the window of a sequence's first new token is not valid
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepInputs(Generic[Array]):
     """The T new tokens of S sequences, one sequence after another, and the L of them that need logits.
 
@@ -26,7 +34,15 @@ class StepInputs(Generic[Array]):
     lengths: Array  # [S] i32, tokens in the cache, the new ones included
     logits_rows: Array  # [L] i64, which of the T tokens
     num_decode: int
+    more_kinds: tuple[KindTables[Array], ...] = ()  # of blocks after the first, which the fields above have
 
     @property
     def is_decode(self) -> bool:
         return self.num_decode == len(self.lengths) == len(self.input_ids)
+
+    def tables_of(self, kind: int) -> tuple[Array, Array]:
+        """Slot mapping [T] and block tables [S, M] of a kind of blocks."""
+        if kind == 0:
+            return self.slot_mapping, self.block_tables
+        more = self.more_kinds[kind - 1]
+        return more.slot_mapping, more.block_tables

@@ -5,13 +5,13 @@ Used on the device thread only. Arrays are numpy's or torch's, of the same kind 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...model.decoder.step_inputs import StepInputs
+from ...model.decoder.step_inputs import KindTables, StepInputs
 from ..device.arrays import Array, HostArray, arrays_of
 from ..device.pooler import Pooler
 from ..device.scored_prompts import LogitsWithPrompts, ScoredChunk, ScoredPrompts, rows_of
@@ -21,17 +21,18 @@ Longs = NDArray[np.int64]
 
 
 class KVCacheProtocol(Protocol):
-    """What a runner needs of a KV cache: copies of whole blocks, in all layers.
+    """What a runner needs of a KV cache: copies of whole blocks of a kind, in all layers that it has.
 
     Block ids are [C] i64 on the host.
     """
 
     block_size: int
+    num_kinds: int  # of blocks: see `KVLayout`
 
-    def copy_blocks(self, source: Longs, destination: Longs) -> None: ...
-    def make_host_blocks(self, num_blocks: int) -> Any: ...
-    def copy_out(self, blocks: Longs, host: Any, places: Longs) -> None: ...
-    def copy_in(self, host: Any, places: Longs, blocks: Longs) -> None: ...
+    def copy_blocks(self, source: Longs, destination: Longs, kind: int = 0) -> None: ...
+    def make_host_blocks(self, num_blocks: int, kind: int = 0) -> Any: ...
+    def copy_out(self, blocks: Longs, host: Any, places: Longs, kind: int = 0) -> None: ...
+    def copy_in(self, host: Any, places: Longs, blocks: Longs, kind: int = 0) -> None: ...
 
 
 class DecoderProtocol(Protocol):
@@ -65,23 +66,26 @@ class ModelRunner:
         cache: KVCacheProtocol,
         last_tokens: Array,
         max_blocks_per_slot: int,
-        num_host_blocks: int = 0,
+        num_host_blocks: int | Sequence[int] = 0,
         pooler: Pooler | None = None,
         short_length: int = 0,
         adapters: AdapterTable | None = None,
     ) -> None:
-        """A slot has at most `max_blocks_per_slot` blocks. `short_length`: rows of the rotary tables before those of
-        long sequences; 0 if the decoder's factors do not depend on the length.
+        """A slot has at most `max_blocks_per_slot` blocks of a kind. `num_host_blocks`: of each kind, or of the only
+        one. `short_length`: rows of the rotary tables before those of long sequences; 0 if the decoder's factors do not
+        depend on the length.
         """
         num_slots = len(last_tokens)
         self.decoder = decoder
         self.cache = cache
-        self.host_blocks = cache.make_host_blocks(num_host_blocks) if num_host_blocks else None
+        num_each = [num_host_blocks] if isinstance(num_host_blocks, int) else num_host_blocks
+        self.host_blocks = [cache.make_host_blocks(num, kind) if num else None for kind, num in enumerate(num_each)]
         self.last_tokens = last_tokens
         self.pooler = pooler
         self._arrays = arrays_of(last_tokens)
         self.block_size = cache.block_size
-        self.tables: Ints = np.zeros((num_slots, max_blocks_per_slot), np.int32)  # block ids in token order
+        # [K, S, M] block ids in token order, of each kind
+        self.tables: Ints = np.zeros((cache.num_kinds, num_slots, max_blocks_per_slot), np.int32)
         self._device_tables = self._upload(self.tables)  # the same memory on a CPU
         self._keeps_tables = not self._arrays.is_on_host(last_tokens)
         self._num_known = np.zeros(num_slots, np.int64)  # tokens that came with Started
@@ -99,7 +103,7 @@ class ModelRunner:
         self._find_adapter = find
 
     def read_tables(self, tables: Array) -> None:
-        """Reads block tables on the device from `tables` [S, M] i32 from now on.
+        """Reads block tables on the device from `tables` [K, S, M] i32 from now on.
 
         The caller keeps them up to date.
         """
@@ -157,12 +161,13 @@ class ModelRunner:
         sources = copy.sources.astype(np.int64)
         destinations = copy.destinations.astype(np.int64)
         if copy.direction is Direction.FORK:
-            return self.cache.copy_blocks(sources, destinations)
-        assert self.host_blocks is not None, "blocks are copied to or from the host, and the runner has no host blocks"
+            return self.cache.copy_blocks(sources, destinations, copy.kind)
+        host = self.host_blocks[copy.kind]
+        assert host is not None, "blocks are copied to or from the host, and the runner has no host blocks"
         if copy.direction is Direction.OUT:
-            self.cache.copy_out(sources, self.host_blocks, destinations)
+            self.cache.copy_out(sources, host, destinations, copy.kind)
         else:
-            self.cache.copy_in(self.host_blocks, sources, destinations)
+            self.cache.copy_in(host, sources, destinations, copy.kind)
 
     def wants_more(self, grant: StepGrant) -> bool:
         """Whether a step has pooled rows or scored prompts.
@@ -193,12 +198,16 @@ class ModelRunner:
             if self.pooler is not None:
                 self.pooler.start(started)
         if len(grant.table_slots):
-            self.tables[grant.table_slots, grant.table_places] = grant.table_blocks
-            if self._keeps_tables:
-                where = (self._upload(grant.table_slots), self._upload(grant.table_places))
-                self._device_tables[where] = self._upload(grant.table_blocks)
+            self._set_blocks(0, grant.table_slots, grant.table_places, grant.table_blocks)
+        for entries in grant.more_tables:
+            self._set_blocks(entries.kind, entries.slots, entries.places, entries.blocks)
         for number, digest in grant.adapter_loads:
             self._load_adapter(grant.step, number, digest)
+
+    def _set_blocks(self, kind: int, slots: Indices, places: Indices, blocks: Ints) -> None:
+        self.tables[kind, slots, places] = blocks
+        if self._keeps_tables:
+            self._device_tables[kind, self._upload(slots), self._upload(places)] = self._upload(blocks)
 
     def _load_adapter(self, step: int, number: int, digest: str) -> None:
         assert self._adapters is not None and self._find_adapter is not None
@@ -291,19 +300,26 @@ class ModelRunner:
             adapter_slots = self._adapter_slots[token_slots]
             self._adapters.begin_step(adapter_slots if adapter_slots.any() else None)
         place, offset = np.divmod(positions, self.block_size)
-        blocks = self.tables[token_slots, place].astype(np.int64)
         width = -(-int(lengths.max()) // self.block_size)
+        first, *others = (
+            KindTables(
+                self._upload(self.tables[kind, token_slots, place].astype(np.int64) * self.block_size + offset),
+                self._arrays.take(self._device_tables[kind, :, :width], slots),
+            )
+            for kind in range(len(self.tables))
+        )
         return StepInputs(
             input_ids=input_ids,
             positions=self._upload(
                 positions if self._rope_offsets is None else positions + self._rope_offsets[token_slots]
             ),
-            slot_mapping=self._upload(blocks * self.block_size + offset),
-            block_tables=self._arrays.take(self._device_tables[:, :width], slots),
+            slot_mapping=first.slot_mapping,
+            block_tables=first.block_tables,
             query_starts=self._upload(query_starts.astype(np.int32)),
             lengths=self._upload(lengths.astype(np.int32)),
             logits_rows=self._upload(logits_rows),
             num_decode=num_decode,
+            more_kinds=tuple(others),
         )
 
     def _upload(self, array: HostArray) -> Array:

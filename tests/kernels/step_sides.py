@@ -38,8 +38,8 @@ class Side:
             return torch.full(shape, POISON, dtype=getattr(torch, dtype), device=device)
 
         sizes = (walk.num_slots, walk.max_model_len, walk.block_size)
-        self.slots = step_state.make_slots(full, *sizes, has_rope_offsets=has_rope_offsets)
-        self.buffers = step_state.make_buffers(full, num_rows, num_tokens, self.slots.tables.shape[1])
+        self.slots = step_state.make_slots(full, *sizes, has_rope_offsets=has_rope_offsets, num_kinds=walk.num_kinds)
+        self.buffers = step_state.make_buffers(full, num_rows, num_tokens, self.slots.tables.shape[1], walk.num_kinds)
         self.told = full((2, num_rows), "int32")
 
     def step(self, parts: list[Ints], num_rows: int, num_tokens: int, chosen: list[int]) -> None:
@@ -59,10 +59,10 @@ class Side:
         return found | {name: getattr(self.buffers, name) for name in StepBuffers.__slots__} | {"told": self.told}
 
 
-def parts_of(grant: StepGrant, ends: EndRules, capacity: int) -> list[Ints]:
+def parts_of(grant: StepGrant, ends: EndRules, capacity: int, num_slots: int = 0) -> list[Ints]:
     """The diff, in copies of what was sent."""
     buffer = np.full(capacity, POISON, np.int32)
-    return [buffer.copy() for _ in write(grant, ends, repeat(buffer))]
+    return [buffer.copy() for _ in write(grant, ends, repeat(buffer), num_slots)]
 
 
 def differences(
@@ -76,17 +76,18 @@ def differences(
     num_steps: int,
     device: torch.device = CPU,
     short_length: int = 0,
+    num_kinds: int = 1,
 ) -> list[str]:
     """What `kernels` write otherwise than the twins over a random walk, up to the first step with any. `room` is for
     known tokens: with little, a diff goes in parts. `short_length` as of `EndRules`."""
     dice = Random(seed)
-    walk = Walk(dice, num_slots, max_model_len, block_size)
+    walk = Walk(dice, num_slots, max_model_len, block_size, num_kinds=num_kinds)
     num_rows, num_tokens = num_slots + 3, num_slots * max_model_len
     has_offsets = short_length > 0
     twin = Side(step_state, walk, num_rows, num_tokens, has_rope_offsets=has_offsets)
     ours = Side(kernels, walk, num_rows, num_tokens, device, has_rope_offsets=has_offsets)
     for grant in walk.steps(num_steps):
-        parts = parts_of(grant, EndRules((EOS,), max_model_len, short_length), diff_size(num_slots, 3, room))
+        parts = parts_of(grant, EndRules((EOS,), max_model_len, short_length), diff_size(num_slots, 3, room), num_slots)
         rows = dice.randint(len(grant.slots), num_rows)
         tokens = min(num_tokens, grant.num_computed + dice.choice([0, 1, 40]))
         chosen = [dice.choice([EOS, -1, *range(2, VOCAB_SIZE)]) for _ in range(grant.num_sampled)]

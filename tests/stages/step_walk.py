@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 
-from millrace.stages.messages import Drafts, Ints, Started, StepGrant
+from millrace.stages.messages import Drafts, Ints, Started, StepGrant, TableEntries
 from millrace.stages.params import SamplingParams
 from tests.stages.grants import grant, started
 
@@ -30,7 +30,9 @@ class Walk:
         block_size: int = 4,
         *,
         has_stops: bool = True,
+        num_kinds: int = 1,
     ) -> None:
+        self.num_kinds = num_kinds  # of blocks; those of another kind have other numbers
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
         self.has_stops = has_stops  # whether some have stop ids
         self.num_blocks = 1
@@ -47,7 +49,10 @@ class Walk:
             slots = [slot for slot in self.tokens if self._dice.random() < 0.9]
             self._dice.shuffle(slots)
             if slots or started:
-                yield self._grant(step, slots, started)
+                of = self._grant(step, slots, started)
+                entries = (of.table_slots, of.table_places, of.table_blocks)
+                more = (TableEntries(kind, *entries[:2], entries[2] + 1000 * kind) for kind in range(1, self.num_kinds))
+                yield replace(of, more_tables=tuple(more))
 
     def chose(self, of: StepGrant, token_ids: list[int]) -> None:
         """One for each sampled row, in order."""
@@ -125,6 +130,7 @@ class DraftedWalk:
 
     def __init__(self, dice: Random, num_slots: int, most: int, max_model_len: int = 40, block_size: int = 4) -> None:
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
+        self.num_kinds = 1
         self.tokens: dict[int, list[int]] = {}  # of each slot's sequence, all that are known
         self._dice, self._most = dice, most
         self._limits: dict[int, int] = {}

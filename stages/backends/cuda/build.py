@@ -74,7 +74,7 @@ def assemble(
         has_rope_offsets=runner.short_length > 0,
         adapters=slots,
     )
-    runner.read_tables(work.slots.tables)
+    runner.read_tables(work.slots.tables.view(runner.tables.shape))
     line = StepSubmitter(streams, memory, work, graphs, ends, sampler)
     if slots is not None:
         copies = AdapterCopies(streams)

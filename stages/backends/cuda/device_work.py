@@ -6,7 +6,7 @@ kernels' reference twins, and is tested there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from ....kernels.layout import step_state
 from ....kernels.layout.step_state import SlotState, StepBuffers
 from ....model.decoder.kv_cache import KVCache
-from ....model.decoder.step_inputs import StepInputs
+from ....model.decoder.step_inputs import KindTables, StepInputs
 from ....model.decoder.upload import upload
 from ...messages import Indices, Ints
 from ...outputs import GraphBatch
@@ -67,7 +67,7 @@ class TorchDeviceWork:
         max_model_len: int,
         max_step_tokens: int,
         num_rows: int | None = None,
-        host_blocks: Tensor | None = None,
+        host_blocks: Sequence[Tensor | None] = (),
         has_rope_offsets: bool = False,
         adapters: ListsAdapters | None = None,
     ) -> None:
@@ -84,9 +84,12 @@ class TorchDeviceWork:
             cache.block_size,
             has_rope_offsets=has_rope_offsets,
             has_adapters=adapters is not None,
+            num_kinds=cache.num_kinds,
         )
         width = self.slots.tables.shape[1]
-        self._buffers: StepBuffers = step_state.make_buffers(make, num_rows or num_slots, max_step_tokens, width)
+        self._buffers: StepBuffers = step_state.make_buffers(
+            make, num_rows or num_slots, max_step_tokens, width, cache.num_kinds
+        )
         self._logits: Tensor | None = None  # [P, V] of the step between its halves; made by the first forward pass
 
     @torch.inference_mode()
@@ -109,6 +112,7 @@ class TorchDeviceWork:
             lengths=buffers.lengths,
             logits_rows=buffers.logits_rows,
             num_decode=batch.num_rows if batch.is_decode else 0,  # a graph serves any mix of lengths
+            more_kinds=tuple(map(KindTables, buffers.more_mappings, buffers.more_tables)),
         )
         if self._adapters is not None:
             self._adapters.begin_device_step(buffers.adapters if batch.has_adapters else None)
@@ -162,16 +166,17 @@ class TorchDeviceWork:
     def _long(self, numbers: NDArray[np.integer]) -> Tensor:
         return upload(numbers.astype(np.int64), self.slots.state.device)
 
-    def fork(self, sources: Ints, destinations: Ints) -> None:
-        self._cache.copy_blocks(sources.astype(np.int64), destinations.astype(np.int64))
+    def fork(self, sources: Ints, destinations: Ints, kind: int) -> None:
+        self._cache.copy_blocks(sources.astype(np.int64), destinations.astype(np.int64), kind)
 
-    def block(self, block: int) -> Tensor:
+    def block(self, block: int, kind: int) -> Tensor:
         assert self._cache.is_block_major, "a block of this cache is not in one piece"
-        return self._cache.data[block]
+        return self._cache.data_of[kind][block]
 
-    def host_block(self, block: int) -> Tensor:
-        assert self._host_blocks is not None, "blocks are copied to or from the host, and the device has no host blocks"
-        return self._host_blocks[block]
+    def host_block(self, block: int, kind: int) -> Tensor:
+        host = self._host_blocks[kind] if self._host_blocks else None
+        assert host is not None, "blocks are copied to or from the host, and the device has no host blocks"
+        return host[block]
 
 
 def step_memory(
@@ -200,6 +205,7 @@ def step_memory(
         [] if scores is None else [_pinned(device, *scores.shape) for _ in range(num_results)],
         guide,
         [] if guide is None else [_pinned(device, *guide.shape) for _ in range(NUM_GUIDES)],
+        num_slots,
     )
 
 

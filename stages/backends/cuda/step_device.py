@@ -35,13 +35,13 @@ class DeviceWork(Protocol):
     def sample(self, batch: GraphBatch, kind: int) -> None:
         """Chooses tokens by this kind of sampling; writes them to the tables and the result."""
 
-    def fork(self, sources: Ints, destinations: Ints) -> None:
-        """Copies whole blocks on the device."""
+    def fork(self, sources: Ints, destinations: Ints, kind: int) -> None:
+        """Copies whole blocks of a kind on the device."""
 
-    def block(self, block: int) -> Any:
+    def block(self, block: int, kind: int) -> Any:
         """The memory of one device block, for copies on a stream."""
 
-    def host_block(self, block: int) -> Any:
+    def host_block(self, block: int, kind: int) -> Any:
         """The memory of one host block, for copies on a stream."""
 
 
@@ -72,3 +72,4 @@ class StepMemory:
     result_scores: Sequence[PinnedMemory] = ()  # [P, W] each, as many as `results`
     guide: Any = None  # i32 on the device, see `GuideLayout`; None: no step has a guide
     guides: Sequence[PinnedMemory] = ()  # as large as `guide` each
+    num_slots: int = 0  # of the tables; 0: their blocks are of one kind

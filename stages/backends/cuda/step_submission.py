@@ -318,7 +318,7 @@ class StepSubmitter:
                 taken.append(self._diffs.take())
                 yield taken[-1][0].numbers
 
-        for size, is_last in write(grant, self._ends, buffers()):
+        for size, is_last in write(grant, self._ends, buffers(), self._memory.num_slots):
             buffer, sent = taken.pop()
             self._compute.copy(self._memory.diff[:size], buffer.array[:size])
             self._compute.record(sent)
@@ -346,11 +346,11 @@ class StepSubmitter:
 
     def _copy_blocks(self, copy: BlockCopy, stream: DeviceStream) -> None:
         if copy.direction is Direction.FORK:
-            return stream.launch(partial(self._work.fork, copy.sources, copy.destinations))
+            return stream.launch(partial(self._work.fork, copy.sources, copy.destinations, copy.kind))
         on_device, on_host = self._work.block, self._work.host_block
         to, source = (on_host, on_device) if copy.direction is Direction.OUT else (on_device, on_host)
         for source_id, destination_id in zip(copy.sources.tolist(), copy.destinations.tolist(), strict=True):
-            stream.copy(to(destination_id), source(source_id))
+            stream.copy(to(destination_id, copy.kind), source(source_id, copy.kind))
 
     # -- on the completion thread
 
@@ -395,8 +395,8 @@ def _wait(step: SubmittedStep) -> None:
 
 def _is_touched(grant: StepGrant) -> bool:
     """Whether the step reads blocks that its copies write, or writes blocks that they read."""
-    if any(copy.direction is Direction.IN for copy in grant.copies):
-        return True
+    if any(copy.direction is Direction.IN or copy.kind for copy in grant.copies) or grant.more_tables:
+        return True  # blocks of different kinds may be the same memory
     sources = [copy.sources for copy in grant.copies if copy.direction is Direction.OUT]
     return bool(np.isin(np.concatenate(sources), grant.table_blocks).any())
 

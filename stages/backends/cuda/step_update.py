@@ -68,17 +68,18 @@ def row_order(grant: StepGrant) -> Ints:
     return np.argsort(grant.num_tokens != 1, kind="stable").astype(np.int32)
 
 
-def write(grant: StepGrant, ends: EndRules, buffers: Iterator[Ints]) -> Iterator[tuple[int, bool]]:
+def write(grant: StepGrant, ends: EndRules, buffers: Iterator[Ints], num_slots: int = 0) -> Iterator[tuple[int, bool]]:
     """Writes the diff of a grant into the next of `buffers`, or into several.
 
-    Drafts are sent as known tokens of their sequences; later tokens overwrite those that are not accepted.
-    Yields (numbers written, whether it was the last) after each: upload it before the next iteration. The rows are in
-    the last part; the others hold only new sequences, blocks and known tokens.
+    `num_slots` is the device's, for blocks of several kinds. Drafts are sent as known tokens of their sequences; later
+    tokens overwrite those that are not accepted. Yields (numbers written, whether it was the last) after each: upload
+    it before the next iteration. The rows are in the last part; the others hold only new sequences, blocks and known
+    tokens.
     """
     states = [np.concatenate([[started.slot], state_row(started, ends)]) for started in grant.started]
     started = np.concatenate([NO_INTS, *states]).astype(np.int32)
     runs = [*((one.slot, 0, one.token_ids) for one in grant.started), *_draft_runs(grant)]
-    entries = np.stack([grant.table_slots, grant.table_places, grant.table_blocks]).astype(np.int32)
+    entries = _entries(grant, num_slots)
     rows = _rows(grant)
     is_last = False
     while not is_last:
@@ -93,6 +94,15 @@ def write(grant: StepGrant, ends: EndRules, buffers: Iterator[Ints]) -> Iterator
         buffer[step_state.HAS_DRAFTS] = is_last and grant.drafts is not None
         entries, started = entries[:, num_entries:], NO_INTS
         yield size, is_last
+
+
+def _entries(grant: StepGrant, num_slots: int) -> Ints:
+    """[3, E] new entries of block tables: their rows, places and blocks."""
+    found = [np.stack([grant.table_slots, grant.table_places, grant.table_blocks])]
+    for entries in grant.more_tables:
+        assert num_slots, "blocks of several kinds, and the device has tables of one"
+        found.append(np.stack([entries.kind * num_slots + entries.slots, entries.places, entries.blocks]))
+    return np.concatenate(found, axis=1).astype(np.int32)
 
 
 _Run = tuple[int, int, Ints]

@@ -5,6 +5,8 @@ No torch. `step_ahead.py` says which thread does what.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ....kernels.native.cache import NativeCache
@@ -44,7 +46,7 @@ class NativeRunner(ModelRunner):
         cache: NativeCache,
         last_tokens: Longs,
         max_blocks_per_slot: int,
-        num_host_blocks: int,
+        num_host_blocks: int | Sequence[int],
         pooler: Pooler,
         short_length: int = 0,
         adapters: NativeLoraTable | None = None,
@@ -99,6 +101,8 @@ class NativeRunner(ModelRunner):
             super().apply_updates(grant)
         if len(grant.table_blocks):
             self._native_cache.note_used(int(grant.table_blocks.max()))
+        for entries in grant.more_tables:
+            self._native_cache.note_used(int(entries.blocks.max()), entries.kind)
 
     def _grow_positions(self, grant: StepGrant) -> None:
         """A token is computed after its sequence has a block for it, so blocks bound the positions."""

@@ -50,7 +50,10 @@ class StepAhead:
     """
 
     def __init__(self, num_slots: int, tables: Ints, grow_positions: Callable[[StepGrant], object]) -> None:
-        """`tables` [num_slots, M] block ids. `grow_positions` is called on the loop before a step with new blocks."""
+        """`tables` [K, num_slots, M] block ids of each kind.
+
+        `grow_positions` is called on the loop before a step with new blocks.
+        """
         self.num_handed_over = 0  # steps
         self._tables, self._grow_positions = tables, grow_positions
         self._chain: StepChain | None = None
@@ -85,7 +88,9 @@ class StepAhead:
         follows = num_true(self._last_link[slots] == step - 1) == len(slots)
         if follows and len(grant.table_slots):
             self._grow_positions(grant)
-            self._tables[grant.table_slots, grant.table_places] = grant.table_blocks
+            self._tables[0, grant.table_slots, grant.table_places] = grant.table_blocks
+            for entries in grant.more_tables:
+                self._tables[entries.kind, entries.slots, entries.places] = entries.blocks
         self._last_link[slots] = step
         is_handed_over = follows and self._chain.follow(step, slots, grant.starts)
         self.num_handed_over += is_handed_over

@@ -106,6 +106,8 @@ class RankLeader:
 class LeadingDecoder(Decoder):
     """Rank 0's decoder."""
 
+    runs_kinds = False  # orders to the other ranks have one table a sequence
+
     def __init__(self, leader: RankLeader, *args: Any, **options: Any) -> None:
         super().__init__(*args, comm=leader.comm, **options)
         self.leader = leader
@@ -142,19 +144,19 @@ class LeadingCache(KVCache):
         super().__init__(*args, **options)
         self.leader = leader
 
-    def copy_blocks(self, source: Ids, destination: Ids) -> None:
+    def copy_blocks(self, source: Ids, destination: Ids, kind: int = 0) -> None:
         with self._copying("fork", source, destination):
             super().copy_blocks(source, destination)
 
-    def copy_out(self, blocks: Ids, host: Tensor, places: Ids) -> None:
+    def copy_out(self, blocks: Ids, host: Tensor, places: Ids, kind: int = 0) -> None:
         with self._copying("out", blocks, places):
             super().copy_out(blocks, host, places)
 
-    def copy_in(self, host: Tensor, places: Ids, blocks: Ids) -> None:
+    def copy_in(self, host: Tensor, places: Ids, blocks: Ids, kind: int = 0) -> None:
         with self._copying("in", places, blocks):
             super().copy_in(host, places, blocks)
 
-    def make_host_blocks(self, num_blocks: int) -> Tensor:
+    def make_host_blocks(self, num_blocks: int, kind: int = 0) -> Tensor:
         self.leader.line.ask(MakeHostBlocks(num_blocks), f"{num_blocks} host blocks")
         return super().make_host_blocks(num_blocks)
 

@@ -161,7 +161,9 @@ class RankWorker:
         assert decoder is not None and cache is not None
         if decoder.adapters is not None:
             decoder.adapters.begin_step(order.adapters)
-        arrays = {name: torch.tensor(getattr(order, name), device=decoder.device) for name in STEP_ARRAYS}
+        arrays: dict[str, Any] = {
+            name: torch.tensor(getattr(order, name), device=decoder.device) for name in STEP_ARRAYS
+        }
         tables = torch.tensor(self._tables.apply(order.block_tables), device=decoder.device)
         inputs = StepInputs(**arrays, block_tables=tables, num_decode=order.num_decode)
         if order.has_logits:

@@ -280,14 +280,14 @@ class ScriptedDeviceWork:
         if len(wrong):
             self._complain(f"reads a guide for slots {wrong.tolist()} that is none of theirs, or too old")
 
-    def fork(self, sources: Ints, destinations: Ints) -> None:
+    def fork(self, sources: Ints, destinations: Ints, kind: int) -> None:
         self._cache[destinations] = self._cache[sources]
         self._model.num_forked += len(sources)
 
-    def block(self, block: int) -> Any:
+    def block(self, block: int, kind: int) -> Any:
         return self._cache[block]
 
-    def host_block(self, block: int) -> Any:
+    def host_block(self, block: int, kind: int) -> Any:
         self._model.num_copied += 1
         return self._host[block]
 

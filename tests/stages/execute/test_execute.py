@@ -31,6 +31,7 @@ BLOCK_SIZE = 4
 
 class Cache:
     block_size = BLOCK_SIZE
+    num_kinds = 1
 
 
 class Recorder:

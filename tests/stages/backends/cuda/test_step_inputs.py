@@ -34,17 +34,17 @@ class Side:
         self.capacity = capacity or diff_size(walk.num_slots, 100, 1000)
         self.diff: Ints = np.full(self.capacity, 77, np.int32)
         sizes = (walk.num_slots, walk.max_model_len, walk.block_size)
-        self.slots = step_state.make_slots(full, *sizes, has_rope_offsets=has_rope_offsets)
+        self.slots = step_state.make_slots(full, *sizes, has_rope_offsets=has_rope_offsets, num_kinds=walk.num_kinds)
         self.num_parts = 0
 
     def inputs(self, of: StepGrant) -> StepBuffers:
         """Sends the grant, and makes its inputs with some padding."""
-        for size, _ in write(of, ENDS, self._buffers()):
+        for size, _ in write(of, ENDS, self._buffers(), self.walk.num_slots):
             assert size <= self.capacity
             step_state.apply_updates(self.diff, self.slots)
             self.num_parts += 1
         num_rows, num_tokens = max(len(of.slots), len(of.logits_slots)) + PADDING, of.num_computed + PADDING
-        buffers = step_state.make_buffers(full, num_rows, num_tokens, self.slots.tables.shape[1])
+        buffers = step_state.make_buffers(full, num_rows, num_tokens, self.slots.tables.shape[1], self.walk.num_kinds)
         step_state.make_inputs(self.diff, self.slots, buffers, self.walk.block_size)
         return buffers
 
@@ -69,16 +69,19 @@ def full(shape: tuple[int, ...], dtype: str) -> Any:
 class NoDecoder:
     block_size = 4
 
+    def __init__(self, num_kinds: int = 1) -> None:
+        self.num_kinds = num_kinds
+
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_inputs_of_a_step_are_those_that_the_runner_makes(seed: int) -> None:
     dice = Random(seed)
-    walk = Walk(dice, has_stops=False)
+    walk = Walk(dice, has_stops=False, num_kinds=1 + seed % 3)
     short_length = ENDS.short_length * (seed % 2)  # rows of the rotary tables before those of long sequences
     side, last_tokens = Side(walk, has_rope_offsets=short_length > 0), np.zeros(walk.num_slots, np.int64)
     runner: Any = ModelRunner(
         NoDecoder(),  # type: ignore[arg-type]
-        NoDecoder(),  # type: ignore[arg-type]
+        NoDecoder(walk.num_kinds),  # type: ignore[arg-type]
         last_tokens,
         side.slots.tables.shape[1],
         short_length=short_length,
@@ -99,6 +102,14 @@ def test_the_inputs_of_a_step_are_those_that_the_runner_makes(seed: int) -> None
             used = -(-length // walk.block_size)
             assert (found.block_tables[row, :used] == right.block_tables[row, :used]).all()
             assert (found.block_tables[row, used:] == 77).all(), "entries past the length were written"
+            for kind in range(1, walk.num_kinds):
+                ours, theirs = found.more_tables[kind - 1, row], right.more_kinds[kind - 1].block_tables[row]
+                assert (ours[:used] == theirs[:used]).all() and (ours[used:] == 77).all()
+        for kind in range(1, walk.num_kinds):
+            mapping = found.more_mappings[kind - 1]
+            assert (mapping[:num_tokens] == right.more_kinds[kind - 1].slot_mapping).all()
+            assert (mapping[:num_tokens] - found.slot_mapping[:num_tokens] == 4000 * kind).all()
+            assert (mapping[num_tokens:] == -1).all()
         assert not found.lengths[num_rows:].any() and (found.query_starts[num_rows:] == num_tokens).all()
         assert (found.slot_mapping[num_tokens:] == -1).all() and (found.sampled_slots[num_logits:] == -1).all()
         assert not found.input_ids[num_tokens:].any() and not found.logits_rows[num_logits:].any()

@@ -4,18 +4,22 @@ in its step."""
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
-from millrace.kernels.native import build, library, structs
+from millrace.kernels.layout.grouped_codes import GroupedCodes
+from millrace.kernels.native import build, grouped, library, structs
 from millrace.kernels.native.errors import UnsupportedModelError
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType, NativeExperts, NativeNorm
 from tests.counts import FULL
+from tests.kernels.layout.test_grouped_codes import random_codes
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, SETS, error, tokens
+from tests.kernels.native.test_native_grouped import FORMATS
 from tests.kernels.native_oracle import Array, Checkpoint, Run, routed, small_shape
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
@@ -132,6 +136,60 @@ def test_experts_in_12_bits_give_the_bits_of_bfloat16() -> None:
     model, coded = load("a shared network", "bfloat16"), load("a shared network", "bfloat16")
     coded.encode_bf16_12bit()
     assert np.array_equal(Run(coded).whole(tokens(40)), Run(model).whole(tokens(40)))
+
+
+@cache
+def packed_checkpoint() -> tuple[Checkpoint, dict[str, GroupedCodes]]:
+    """Each expert in a format of its own, some with a factor or an order of columns, and the rest as it is.
+
+    Its tensors are the numbers that the codes stand for."""
+    its = experts(len(FORMATS), 5, 64, activation="relu")
+    made = Checkpoint.random(layer={"experts": its, "is_shared": True}, num_layers=1, num_positions=100)
+    codes = {}
+    for expert, (seed, form) in zip(range(len(FORMATS)), enumerate(FORMATS.values()), strict=True):
+        columns = np.random.default_rng(seed).permutation(64).astype(np.int32) if expert % 3 == 0 else None
+        for name in (f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down")):
+            one = random_codes(form, *made.tensors[name].shape, seed=len(codes))
+            codes[name] = replace(one, factor=0.25 if expert % 4 == 0 else 1.0, columns=columns)
+    numbers = {name: one.dequantize() for name, one in codes.items()}
+    return replace(made, tensors=made.tensors | numbers), codes
+
+
+def load_packed(num_threads: int = 2, **settings: Any) -> NativeModel:
+    made, codes = packed_checkpoint()
+    formats = {name: one.format for name, one in codes.items()}
+    assert grouped.packable(made.shape, formats) == formats
+    plain = {name: tensor for name, tensor in made.tensors.items() if name not in codes}
+    settings |= {"formats": formats, "num_threads": num_threads, "worth_a_thread": 1}
+    model = replace(made, tensors=plain).load("float32", **settings)
+    for name, one in codes.items():
+        middle = one.num_rows // 3
+        model.set_rows(name, middle, one.rows(middle, one.num_rows))
+        model.set_rows(name, 0, one.rows(0, middle))
+    return model
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+def test_each_expert_may_be_packed_in_a_format_of_its_own(instruction_set: str) -> None:
+    made, codes = packed_checkpoint()
+    model = load_packed(instruction_set=instruction_set)
+    for name, one in codes.items():
+        kept = model.matrix(name, *made.tensors[name].shape)
+        np.testing.assert_allclose(kept, one.dequantize(), atol=1e-5, err_msg=name)  # the values of nf4 in 16 bits
+    whole = Run(model).whole(tokens(40))
+    assert error(whole, made.logits(tokens(40))) < 1e-3
+    assert np.array_equal(Run(model).whole(tokens(40), [1, 9, 1, 20]), whole)
+    assert np.array_equal(Run(load_packed(1, instruction_set=instruction_set)).whole(tokens(40), [1] * 12), whole)
+
+
+def test_gate_and_up_of_an_expert_are_packed_alike_or_not_at_all() -> None:
+    made, codes = packed_checkpoint()
+    formats = {name: one.format for name, one in codes.items()}
+    gate, up = (f"model.layers.0.mlp.experts.3.{part}_proj.weight" for part in ("gate", "up"))
+    kept = grouped.packable(made.shape, formats | {up: FORMATS["Q8_0"]})
+    assert formats.keys() - kept.keys() == {gate, up}
+    order = np.arange(64, dtype=np.int32)[::-1]
+    assert formats.keys() - grouped.packable(made.shape, formats, {}, {up: order}).keys() == {gate, up}
 
 
 @pytest.mark.parametrize("bias", [None, -1.0])

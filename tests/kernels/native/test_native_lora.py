@@ -15,7 +15,7 @@ import pytest
 from millrace.kernels.native import build
 from millrace.kernels.native.lora import NativeLoraSlice, PackedAdapter
 from millrace.kernels.native.model import NativeModel
-from millrace.kernels.native.shape import DType
+from millrace.kernels.native.shape import DType, NativeExperts
 from tests.counts import FULL
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, SETS, error, tokens
 from tests.kernels.native_oracle import Array, Checkpoint, Run, round_to_bfloat16
@@ -33,6 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer": {"is_gated": False, "activation": "gelu", "is_parallel": True, "pre_feed": None}
     },
     "norms behind, scaled": {"layer": {"residual_scale": 0.5}, "hidden_size": 96},
+    "beside experts": {"layer": {"experts": NativeExperts(num_experts=3, top_k=3, intermediate_size=24)}},
 }
 
 
@@ -49,7 +50,7 @@ class Update:
         def normal(*sizes: int) -> Array:
             return round_to_bfloat16((draw.standard_normal(sizes) * rank**-0.25).astype(np.float32) / 4)
 
-        names = [name for name in checkpoint.tensors if name.endswith("_proj.weight")]
+        names = [name for name in checkpoint.tensors if name.endswith("_proj.weight") and ".experts." not in name]
         chosen = [name for name in names if not any(part in name for part in leaves_out)]
         sizes = {name: checkpoint.tensors[name].shape for name in chosen}
         return cls({name: (normal(rank, k), normal(n, rank)) for name, (n, k) in sizes.items()})

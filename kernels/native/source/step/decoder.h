@@ -383,8 +383,9 @@ class Step {
             if (!layer.shape.is_parallel) run_output();
             if (layer.has_network()) {
                 run_gate_up();
-                run_product(phases, layer.down, inner, update_of(batch, index, LORA_DOWN),
-                            FloatOutput{at.branch, at.hidden_stride, StoreMode::STORE}, [](Member) {});
+                LoraUpdate update = update_of(batch, index, LORA_DOWN);
+                run_product(phases, layer.down, inner, update,
+                            FloatOutput{at.branch, at.hidden_stride, StoreMode::STORE, 1.0f, update.if_any()}, [](Member) {});
             }
             (&batch == &all_ ? experts_of_all_ : experts_of_selected_).run(batch, index, times_, phases);
             if (layer.shape.is_parallel) run_output();

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ..kernels.layout.kv_layout import KVLayout
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
@@ -47,9 +49,10 @@ class MemoryTable:
     machine: MachineMemory
     rows: tuple[MemoryUse, ...]
     max_model_len: int  # tokens
-    num_blocks: int  # of the KV cache
+    num_blocks: int  # of the KV cache; of kind 0 with a layout
     block_size: int  # tokens
-    bytes_per_block: int
+    bytes_per_block: int  # of all layers
+    layout: KVLayout | None = None  # of a cache in which windows free memory; None: all layers keep all tokens
 
     @property
     def total_bytes(self) -> int:
@@ -63,12 +66,16 @@ class MemoryTable:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the cache holds."""
+        """Tokens that the cache holds, with a layout in sequences of `max_model_len`."""
+        if self.layout is not None:
+            return self.layout.num_tokens_at(self.max_model_len)
         return self.num_blocks * self.block_size
 
     @property
     def num_longest(self) -> int:
         """Sequences of `max_model_len` tokens that the cache holds at once."""
+        if self.layout is not None:
+            return num_sequences(self.layout, self.max_model_len)
         return self.num_blocks // -(-self.max_model_len // self.block_size)
 
     def row(self, name: str) -> MemoryUse:
@@ -91,6 +98,7 @@ class MemoryTable:
                 "block_size": self.block_size,
                 "bytes_per_block": self.bytes_per_block,
                 **self._sizes(),
+                **({} if self.layout is None else _to_json(self.layout)),
             },
         }
 
@@ -129,6 +137,30 @@ class MemoryTable:
             lines += [_line(row.name, row.num_bytes, row.what) for row in self.rows if row.place == "host"]
             lines.append(_line("host total", self.host_bytes, f"of {human(machine.host_free_bytes)} free"))
         return lines
+
+
+def num_sequences(layout: KVLayout, length: int) -> int:
+    """Sequences of `length` tokens that a cache holds at once."""
+    if len(layout.kinds) == 1:
+        return layout.num_blocks[0] // layout.most_blocks(0, length)
+    return layout.num_slabs // layout.slabs_of_one(length)
+
+
+def _to_json(layout: KVLayout) -> dict[str, Any]:
+    return {
+        "slab_bytes": layout.slab_bytes,
+        "num_slabs": layout.num_slabs,
+        "kinds": [
+            {
+                "name": kind.name,
+                "window": kind.window,
+                "num_layers": len(kind.layers),
+                "bytes_per_block": kind.block_bytes,
+                "blocks_per_slab": size,
+            }
+            for kind, size in zip(layout.kinds, layout.blocks_per_slab, strict=True)
+        ],
+    }
 
 
 def _line(name: str, num_bytes: int, what: str) -> str:

@@ -42,7 +42,8 @@ class NativeCache:
         cache is nearly full, does the same for the host blocks: as many, but at most half of them.
         """
         self.layout = layout
-        self.num_blocks, self.num_kinds, self.block_size = layout.num_blocks[0], len(layout.kinds), layout.block_size
+        self.num_blocks, self.blocks_of_kinds = layout.num_blocks[0], layout.num_blocks
+        self.block_size = layout.block_size
         self.dtype = dtype
         item = np.dtype(CACHE_TYPES[dtype])
         self.memory: Array = aligned_zeros((layout.num_slabs, layout.slab_bytes // item.itemsize), item)

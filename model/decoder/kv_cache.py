@@ -67,7 +67,7 @@ class KVCache:
             heads, tile = (config.num_layers, 2, config.num_kv_heads), (block_size, config.head_dim)
             self.data_of = self._copied = [_zeros(self._shape(num_blocks, heads, tile), dtype, device)]
             self._places = [(0, layer) for layer in range(config.num_layers)]
-        self.num_kinds = len(self.data_of)
+        self.blocks_of_kinds = tuple(len(copied) if has_kinds else num_blocks for copied in self._copied)
         axes = (1, 2, 0, 3, 4, 5) if self.is_block_major else (0, 1, 3, 2, 4, 5)
         by_layer = [data.permute(axes) for data in self.data_of]
         self._layers = [(by_layer[kind][place, 0], by_layer[kind][place, 1]) for kind, place in self._places]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -103,6 +104,8 @@ def nothing_seen(call: AttentionCall) -> Tensor:
 
 class TransformersDecoder:
     """As `Decoder`, but hidden states are those behind the final norm, as transformers gives them."""
+
+    runs_kinds: ClassVar[bool] = False  # its layers share one table a sequence
 
     def __init__(
         self,

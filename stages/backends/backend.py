@@ -36,7 +36,8 @@ class Backend:
     kv_cache_dtype: str
     max_model_len: int  # as configured, or what fits
     memory: MemoryTable
-    num_host_blocks: int
+    num_host_blocks: int  # of kind 0
+    num_more_host_blocks: tuple[int, ...] = ()  # of the other kinds
     max_num_batched_tokens: int
     itl_target_ms: float  # 0: none
     rates: Rates | None

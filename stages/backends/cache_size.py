@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...kernels.layout.kv_layout import KVLayout
 from ...runtime.env.cgroups import memory_left, memory_limit, read
 from ...runtime.env.limits import LIMIT_FLAGS, address_space_left
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..memory_table import MachineMemory, MemoryTable, MemoryUse, human
+from ..memory_table import MachineMemory, MemoryTable, MemoryUse, human, num_sequences
 from ..request_limits import longest_sequence
 
 CPU_SHARE = 0.25  # of free memory, at most, for the cache of an engine on a CPU
@@ -55,8 +56,10 @@ class CacheSizing:
     config: EngineConfig
     machine: MachineMemory
     needs_of: Callable[[int], MemoryNeeds]
-    bytes_per_block: int
-    host_blocks: int = 0  # of the pool for sequences that are swapped out
+    bytes_per_block: int  # of all layers
+    host_blocks: int = 0  # of the pool for sequences that are swapped out; as large in bytes, of several kinds
+    # The layout of a cache of so many bytes, for sequences of up to a length; None: all layers keep all tokens.
+    layout_of: Callable[[int, int], KVLayout | None] = lambda num_bytes, length: None
 
     def plan(self, max_model_len: int) -> MemoryTable:
         """The memory table for sequences of up to `max_model_len` tokens.
@@ -69,6 +72,7 @@ class CacheSizing:
             if self.config.max_model_len != "auto" or longest < 2:
                 raise self._too_small(max_model_len, longest)
             max_model_len = longest
+        layout = self.layout(max_model_len)
         table = MemoryTable(
             machine=self.machine,
             rows=self._rows(max_model_len),
@@ -76,13 +80,33 @@ class CacheSizing:
             num_blocks=self.num_blocks(max_model_len),
             block_size=self.config.block_size,
             bytes_per_block=self.bytes_per_block,
+            layout=layout,
         )
         self._check_totals(table)
         return table
 
-    def num_blocks(self, max_model_len: int) -> int:
-        """Blocks of the pool: as configured, or as many as fit and all slots can ever use."""
+    def layout(self, max_model_len: int) -> KVLayout | None:
+        """The layout of a cache in which windows free memory: as large as configured, or as fits and slots can use.
+
+        `num_gpu_blocks` are blocks of all layers. None: all layers keep all tokens.
+        """
         config = self.config
+        if config.num_gpu_blocks is not None:
+            return self.layout_of(config.num_gpu_blocks * self.bytes_per_block, max_model_len)
+        if config.kv_cache_bytes is not None:
+            return self.layout_of(config.kv_cache_bytes, max_model_len)
+        available = max(0, self._available_bytes(max_model_len))
+        layout = self.layout_of(available, max_model_len)
+        if layout is None:
+            return None
+        wanted = layout.slabs_of_one(max_model_len, min(max_model_len, config.num_step_tokens)) * layout.slab_bytes
+        return self.layout_of(min(available, wanted * config.max_num_seqs), max_model_len)
+
+    def num_blocks(self, max_model_len: int) -> int:
+        """Blocks of the pool: as configured, or as many as fit and all slots can ever use. Of kind 0 with a layout."""
+        config = self.config
+        if (layout := self.layout(max_model_len)) is not None:
+            return layout.num_blocks[0]
         if config.num_gpu_blocks is not None:
             return config.num_gpu_blocks
         if config.kv_cache_bytes is not None:
@@ -95,6 +119,8 @@ class CacheSizing:
 
         A sequence that it does not hold could never finish.
         """
+        if (layout := self.layout(max_model_len)) is not None:
+            return num_sequences(layout, max_model_len) > 0
         return longest_sequence(self.num_blocks(max_model_len), self.config.block_size) >= max_model_len
 
     def longest(self, at_most: int) -> int:
@@ -117,11 +143,7 @@ class CacheSizing:
 
     def _rows(self, max_model_len: int) -> tuple[MemoryUse, ...]:
         config, needs, is_host = self.config, self.needs_of(max_model_len), self.machine.is_host
-        blocks = self.num_blocks(max_model_len)
-        kept = _kept_as(None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
-        cache = f"{blocks} blocks of {config.block_size} tokens{kept}, {human(self.bytes_per_block)} each: "
-        cache += f"{blocks * config.block_size} tokens, {blocks // self._blocks_of(max_model_len)} sequences of "
-        cache += f"{max_model_len} tokens at once"
+        cache_bytes = self._cache_bytes(max_model_len)
         how = "computed" if is_host else "measured"
         swap = f"{self.host_blocks} blocks of sequences that are swapped out" if self.host_blocks else "not used"
         swap_bytes = pool_bytes(self.host_blocks, self.bytes_per_block, is_pinned=not is_host)
@@ -131,7 +153,7 @@ class CacheSizing:
             MemoryUse("activations", needs.activations, f"a step of {config.num_step_tokens} tokens, {how}"),
             MemoryUse("logits", needs.logits, _about_logits(config, is_host=is_host)),
             MemoryUse("graphs", needs.graphs, "CUDA graphs, estimated" if needs.graphs else "not used"),
-            MemoryUse("kv_cache", blocks * self.bytes_per_block, cache),
+            MemoryUse("kv_cache", cache_bytes, self._about_cache(max_model_len)),
             MemoryUse("swap", swap_bytes, swap, "device" if is_host else "host"),
         ]
         if needs.adapters:
@@ -142,6 +164,19 @@ class CacheSizing:
             rows.append(MemoryUse("sampler", needs.sampler, "its tables and what it sorts", "host"))
         return tuple(rows)
 
+    def _cache_bytes(self, max_model_len: int) -> int:
+        layout = self.layout(max_model_len)
+        return self.num_blocks(max_model_len) * self.bytes_per_block if layout is None else layout.total_bytes
+
+    def _about_cache(self, max_model_len: int) -> str:
+        size, dtype = self.config.block_size, self.config.kv_cache_dtype
+        layout, kept = self.layout(max_model_len), _kept_as(None if dtype == "auto" else dtype)
+        if layout is not None:
+            return _about_layout(layout, max_model_len, kept, layout.total_bytes // self.bytes_per_block * size)
+        blocks = self.num_blocks(max_model_len)
+        each = f"{blocks} blocks of {size} tokens{kept}, {human(self.bytes_per_block)} each: {blocks * size} tokens"
+        return f"{each}, {blocks // self._blocks_of(max_model_len)} sequences of {max_model_len} tokens at once"
+
     # -- what does not fit
 
     def _check_totals(self, table: MemoryTable) -> None:
@@ -150,11 +185,14 @@ class CacheSizing:
         over_bytes = table.total_bytes - machine.limit_bytes
         if over_bytes > 0:
             cache = human(table.row("kv_cache").num_bytes)
-            most = max(0, table.num_blocks - -(-over_bytes // self.bytes_per_block))
+            num_blocks = table.row("kv_cache").num_bytes // self.bytes_per_block
+            most = max(0, num_blocks - -(-over_bytes // self.bytes_per_block))
+            layout = self.layout_of(most * self.bytes_per_block, length)
+            num_tokens = most * table.block_size if layout is None else layout.num_tokens_at(length)
             raise ConfigError(
                 f"{self._source(length)} makes a KV cache of {cache}, and {machine.device} has "
                 f"{human(machine.limit_bytes)} for it and {self._rest(length)}: give it at most {most} blocks "
-                f"({most * self.bytes_per_block} bytes), which hold {most * table.block_size} tokens"
+                f"({most * self.bytes_per_block} bytes), which hold {num_tokens} tokens"
             )
         if machine.host_free_bytes is not None and table.host_bytes > machine.host_free_bytes:
             swap, free = human(table.row("swap").num_bytes), human(machine.host_free_bytes)
@@ -165,7 +203,12 @@ class CacheSizing:
             )
 
     def _too_small(self, max_model_len: int, longest: int) -> ConfigError:
+        layout = self.layout(max_model_len)
         blocks, needed = self.num_blocks(max_model_len), self._blocks_of(max_model_len)
+        if layout is not None:  # in blocks of all layers, as the settings are
+            blocks = layout.total_bytes // self.bytes_per_block
+            one = layout.slabs_of_one(max_model_len) * layout.slab_bytes
+            needed = max(blocks + 1, -(-one // self.bytes_per_block))
         if longest >= 2:
             mend = f"set max_model_len to at most {longest}, or to auto, or {self._more()}"
         else:
@@ -198,6 +241,20 @@ class CacheSizing:
         if self.machine.is_host:
             return f"{memory_advice()}, or give more than {CPU_SHARE:.0%} of what is free with kv_cache_bytes"
         return f"raise gpu_memory_utilization = {config.gpu_memory_utilization}, or lower max_num_batched_tokens"
+
+
+def _about_layout(layout: KVLayout, max_model_len: int, kept: str, num_uniform: int) -> str:
+    """`num_uniform`: tokens that the same memory holds if all layers keep all tokens."""
+    num_tokens, num_at_once = layout.num_tokens_at(max_model_len), num_sequences(layout, max_model_len)
+    first, *others = (
+        f"{len(kind.layers)}{{}} {'all tokens' if kind.window is None else f'the last {kind.window}'}"
+        for kind in layout.kinds
+    )
+    layers = ", ".join([first.format(f" of {len(layout.place)} layers keep"), *(other.format("") for other in others)])
+    return (
+        f"{num_tokens} tokens{kept}, {num_at_once} sequences of {max_model_len} tokens at once; {layers}: "
+        f"{num_tokens / max(1, num_uniform):.1f} times the tokens that fit if all layers kept all"
+    )
 
 
 def _about_logits(config: EngineConfig, *, is_host: bool) -> str:
@@ -237,6 +294,14 @@ def num_host_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: i
         needs = f"{source} needs {human(taken)} of host memory"
         raise ConfigError(f"{needs}, and {human(free)} are free: lower it, or {memory_advice()}")
     return blocks
+
+
+def host_blocks_by_kind(memory: MemoryTable, host_blocks: int) -> tuple[int, ...]:
+    """Host blocks of each kind, in the memory of `host_blocks` of all layers."""
+    if memory.layout is None:
+        return (host_blocks,)
+    found = memory.layout.host_blocks(host_blocks * memory.bytes_per_block, memory.max_model_len)
+    return found if all(found) else (0,) * len(found)
 
 
 def pool_bytes(num_blocks: int, bytes_per_block: int, *, is_pinned: bool) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...kernels.layout.kv_layout import KVLayout
 from ...kernels.layout.sampling_rows import WIDTH
 from ...kernels.layout.step_state import STATE_WIDTH
 from ...model.decoder.rope import tables_bytes
+from ...model.kv_kinds import kv_layout
 from ...model.spec import DecoderSpec, LayerSpec
 from ..config import EngineConfig
 from ..errors import ConfigError
@@ -31,6 +33,7 @@ COLUMN_BYTES = 128  # per slot: the sampler's columns of one number each
 # At most: kernels of a size of CUDA graphs beside its layers, with all its kinds of sampling, and bytes that the driver
 # keeps for each. What it really takes is measured when the graphs are captured.
 STEP_KERNELS, KERNEL_BYTES = 64, 16 << 10
+ALLOCATES_KINDS = False  # whether allocate lends slabs to kinds
 ADAPTER_KERNELS = 9  # of a layer with LoRA adapters, besides: shrink, expand, and norms apart from their products
 
 
@@ -44,12 +47,13 @@ def sizing_on_cpu(
     bytes_per_block: int,
     host_blocks: int = 0,
     adapters: int = 0,
+    runs_kinds: bool = False,
 ) -> CacheSizing:
     """The `CacheSizing` of a model on a CPU.
 
     `weights`, `bytes_per_block` and `adapters`, the slots of LoRA adapters, are in bytes. Called when `weights` and
     tables for `num_positions` positions are in memory, and the cache is not yet. `activations(length)` is the need in
-    bytes of the largest step with sequences of up to that length.
+    bytes of the largest step with sequences of up to that length. `runs_kinds`: of the decoder.
     """
     loaded = weights + tables_bytes(shape, num_positions)
     free = free_host_share(config)
@@ -75,8 +79,31 @@ def sizing_on_cpu(
         limited_by=host_limit(),
     )
     return CacheSizing(
-        config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks
+        config=config,
+        machine=machine,
+        needs_of=needs_of,
+        bytes_per_block=bytes_per_block,
+        host_blocks=host_blocks,
+        layout_of=layouts(config, shape, bytes_per_block, runs_kinds=runs_kinds),
     )
+
+
+def layouts(
+    config: EngineConfig, shape: DecoderSpec, bytes_per_block: int, *, runs_kinds: bool
+) -> Callable[[int, int], KVLayout | None]:
+    """`CacheSizing.layout_of` for a decoder, whose layers have equal sizes."""
+
+    has_kinds = runs_kinds and ALLOCATES_KINDS
+    has_kinds = has_kinds and any(attention.window or attention.chunk for attention in shape.attentions)
+
+    def layout_of(num_bytes: int, max_model_len: int) -> KVLayout | None:
+        if not has_kinds:
+            return None
+        of_layer = bytes_per_block // shape.num_layers
+        layout = kv_layout(shape, config.block_size, num_bytes, lambda _: of_layer, max_model_len=max_model_len)
+        return None if layout.kinds[0].window is None and len(layout.kinds) == 1 else layout
+
+    return layout_of
 
 
 def positions_that_fit(config: EngineConfig, shape: DecoderSpec, max_model_len: int, device: str) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..execute.model_runner import ModelRunner
-from ..messages import BlockCopy, Direction, Rates, Started, StepGrant
+from ..messages import BlockCopy, Direction, Rates, Started, StepGrant, TableEntries
 from ..params import SamplingParams
 
 RATE_TOKENS = 64  # of the prompt whose compute time is measured
@@ -39,8 +39,16 @@ def _rate_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
     return prompts_grant([min(RATE_TOKENS, max_model_len - 1, config.num_step_tokens)], config.block_size)
 
 
+def _with_tables(runner: ModelRunner, grant: StepGrant) -> StepGrant:
+    """The grant with the same blocks of all kinds, as far as there are such: their memory may be the same."""
+    counts = runner.cache.blocks_of_kinds
+    entries = (grant.table_slots, grant.table_places)
+    more = (TableEntries(kind, *entries, grant.table_blocks % counts[kind]) for kind in range(1, len(counts)))
+    return replace(grant, table_blocks=grant.table_blocks % counts[0], more_tables=tuple(more))
+
+
 def _best_s(runner: ModelRunner, grant: StepGrant, clock: Callable[[], float]) -> float:
-    taken_s = []
+    taken_s, grant = [], _with_tables(runner, grant)
     for _ in range(RATE_RUNS):
         began = clock()
         runner.forward(grant)

@@ -27,7 +27,7 @@ class KVCacheProtocol(Protocol):
     """
 
     block_size: int
-    num_kinds: int  # of blocks: see `KVLayout`
+    blocks_of_kinds: tuple[int, ...]  # the number of blocks of each kind: see `KVLayout`
 
     def copy_blocks(self, source: Longs, destination: Longs, kind: int = 0) -> None: ...
     def make_host_blocks(self, num_blocks: int, kind: int = 0) -> Any: ...
@@ -85,7 +85,7 @@ class ModelRunner:
         self._arrays = arrays_of(last_tokens)
         self.block_size = cache.block_size
         # [K, S, M] block ids in token order, of each kind
-        self.tables: Ints = np.zeros((cache.num_kinds, num_slots, max_blocks_per_slot), np.int32)
+        self.tables: Ints = np.zeros((len(cache.blocks_of_kinds), num_slots, max_blocks_per_slot), np.int32)
         self._device_tables = self._upload(self.tables)  # the same memory on a CPU
         self._keeps_tables = not self._arrays.is_on_host(last_tokens)
         self._num_known = np.zeros(num_slots, np.int64)  # tokens that came with Started

@@ -188,6 +188,8 @@ def _put_together(
         default_params=_default_params(config, text.defaults),
         default_max_tokens=text.defaults.max_tokens,
         num_host_blocks=computing.num_host_blocks,
+        num_more_host_blocks=computing.num_more_host_blocks,
+        kv_layout=memory.layout,
         max_num_batched_tokens=computing.max_num_batched_tokens,
         itl_target_ms=computing.itl_target_ms,
         rates=computing.rates,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.kernels.layout.kv_layout import KVKind, KVLayout
 from millrace.stages.backends.cache_size import CacheSizing, MemoryNeeds
 from millrace.stages.backends.weights_fit import check_weights
 from millrace.stages.config import EngineConfig
@@ -226,3 +227,50 @@ def test_every_shorter_sequence_fits_and_no_longer_one_does(budget, share, by_to
     assert [asked.fits(length) for length in range(1, at_most + 1)] == [n <= longest for n in range(1, at_most + 1)]
     if longest:
         assert asked.plan(longest).total_bytes <= budget
+
+
+# -- windows that free memory
+
+ROOMY = MachineMemory(device="cpu", total_bytes=10**9, limit_bytes=10**9, budget_bytes=10**9)
+
+
+def windowed(num_bytes: int, length: int) -> KVLayout:
+    """One layer that keeps all tokens and four that keep 32 of them, of 200 bytes a block each."""
+    kinds = [
+        KVKind("full", (4,), None, 1, 1, 1, BLOCK // 5),
+        KVKind("window", (0, 1, 2, 3), 32, 1, 1, 1, 4 * BLOCK // 5),
+    ]
+    return KVLayout.of(kinds, 16, num_bytes)
+
+
+def test_a_cache_with_windows_holds_more_tokens_and_says_how_many_times_as_many():
+    table = replace(sizing(ROOMY, kv_cache_bytes=100_000), layout_of=windowed).plan(960)
+    layout = table.layout
+    assert layout is not None and table.num_blocks == layout.num_blocks[0] > 100
+    # a sequence takes 60 blocks of 200 bytes and 3 of 800, instead of 60 of 1000
+    assert table.num_longest == 6 and table.num_tokens == int(100_000 / 14_400 * 960)
+    row = table.row("kv_cache")
+    assert row.num_bytes == layout.total_bytes <= 100_000
+    assert f"{table.num_tokens} tokens, {table.num_longest} sequences of 960 tokens at once" in row.what
+    assert "1 of 5 layers keep all tokens, 4 the last 32: 4.2 times the tokens that fit" in row.what
+    told = table.to_json()["kv_cache"]
+    assert [(kind["name"], kind["window"], kind["num_layers"]) for kind in told["kinds"]] == [
+        ("full", None, 1),
+        ("window", 32, 4),
+    ]
+    assert told["num_slabs"] * told["slab_bytes"] == row.num_bytes
+
+
+def test_a_sequence_fits_that_would_not_if_all_layers_kept_all_tokens():
+    made = replace(sizing(kv_cache_bytes=20_000), layout_of=windowed)
+    assert sizing(kv_cache_bytes=20_000).longest(4096) == 320
+    longest = made.longest(4096)
+    assert 1300 < longest <= 1408 and made.plan(longest).num_longest == 1
+    with pytest.raises(ConfigError, match=rf"max_model_len = {longest + 1} needs .* set max_model_len to at most"):
+        made.plan(longest + 1)
+
+
+def test_a_cache_with_windows_is_no_larger_than_all_slots_can_use():
+    table = replace(sizing(ROOMY), layout_of=windowed).plan(960)
+    assert 4 <= table.num_longest <= 12
+    assert table.row("kv_cache").num_bytes < sizing(ROOMY).plan(960).row("kv_cache").num_bytes

@@ -221,14 +221,27 @@ class MemoryRow(Shape):
     what: str
 
 
+class CacheKind(Shape):
+    """Layers whose keys and values are kept equally long."""
+
+    name: Literal["full", "window", "chunk", "latent"]
+    window: Count | None  # tokens that they keep at most; null: all
+    num_layers: Count
+    bytes_per_block: Count
+    blocks_per_slab: Count
+
+
 class CacheSize(Shape):
-    """The size of the KV cache."""
+    """The size of the KV cache. The last three are of a cache in which windows free memory."""
 
     block_size: Count
     bytes_per_block: Count
     num_blocks: Count
     num_tokens: Count
     num_longest_sequences: Count
+    slab_bytes: Count | None = None
+    num_slabs: Count | None = None
+    kinds: list[CacheKind] | None = None
 
 
 class Memory(Shape):

@@ -84,11 +84,11 @@ class TorchDeviceWork:
             cache.block_size,
             has_rope_offsets=has_rope_offsets,
             has_adapters=adapters is not None,
-            num_kinds=cache.num_kinds,
+            num_kinds=len(cache.data_of),
         )
         width = self.slots.tables.shape[1]
         self._buffers: StepBuffers = step_state.make_buffers(
-            make, num_rows or num_slots, max_step_tokens, width, cache.num_kinds
+            make, num_rows or num_slots, max_step_tokens, width, len(cache.data_of)
         )
         self._logits: Tensor | None = None  # [P, V] of the step between its halves; made by the first forward pass
 

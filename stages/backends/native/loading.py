@@ -13,6 +13,7 @@ import numpy as np
 from ....kernels.native.cache import NativeCache
 from ....kernels.native.model import NativeModel
 from ....model.decoder.growing_tables import GrowingTables
+from ....model.decoder.native_decoder import NativeDecoder
 from ....model.decoder.native_lora import NativeLoraTable
 from ....model.decoder.rope import short_length
 from ....model.families.names import EMBEDDING
@@ -24,7 +25,7 @@ from ...config import EngineConfig
 from ...device.pooler import Pooler
 from ...memory_table import MemoryTable
 from ..backend import Backend
-from ..cache_size import free_host_bytes, num_host_blocks
+from ..cache_size import free_host_bytes, host_blocks_by_kind, num_host_blocks
 from ..memory_needs import sizing_on_cpu
 from ..rates import measure_rates, measure_token_s, target_ms_for
 from ..weight_use import weight_use
@@ -72,6 +73,7 @@ def load_natively(
             activations=lambda _: activations + of_chain,
             bytes_per_block=bytes_per_block,
             host_blocks=host_blocks,
+            runs_kinds=NativeDecoder.runs_kinds,
         )
         memory = sizing.plan(max_model_len)
         num_short = short_length(shape.ropes, memory.max_model_len)
@@ -79,12 +81,10 @@ def load_natively(
         model.set_positions(positions.tables, num_short + memory.max_model_len)
         runner = NativeRunner(
             model,
-            cache := NativeCache.uniform(
-                sizes, memory.num_blocks, config.block_size, cache_dtype, _blocks_ahead(config, memory), free_host_bytes
-            ),
+            cache := _make_cache(config, model, memory),
             np.zeros(config.max_num_seqs, np.int64),
             -(-memory.max_model_len // config.block_size),
-            host_blocks,
+            by_kind := host_blocks_by_kind(memory, host_blocks),
             Pooler(np.zeros((config.max_num_seqs, shape.hidden_size), np.float32)),
             num_short,
             adapters,
@@ -92,7 +92,7 @@ def load_natively(
         )
     phases.progress.begin("probe")
     with phases("rates"):
-        rates = measure_rates(runner, config, memory.max_model_len, host_blocks, phases.clock) if host_blocks else None
+        rates = measure_rates(runner, config, memory.max_model_len, by_kind[0], phases.clock) if by_kind[0] else None
         target_ms = config.itl_target_ms
         if target_ms is None:
             token_s = rates.compute_s if rates else measure_token_s(runner, config, memory.max_model_len, phases.clock)
@@ -109,7 +109,8 @@ def load_natively(
         kv_cache_dtype=cache_dtype,
         max_model_len=memory.max_model_len,
         memory=memory,
-        num_host_blocks=host_blocks,
+        num_host_blocks=by_kind[0],
+        num_more_host_blocks=by_kind[1:],
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=target_ms,
         rates=rates,
@@ -120,6 +121,13 @@ def load_natively(
         adapter_dtypes=("bfloat16",) if model.dtype == "float32" else (),
         prepare_adapter=None if adapters is None else adapters.prepare,
     )
+
+
+def _make_cache(config: EngineConfig, model: NativeModel, memory: MemoryTable) -> NativeCache:
+    ahead = (_blocks_ahead(config, memory), free_host_bytes)
+    if memory.layout is not None:
+        return NativeCache(model.shape, memory.layout, model.cache_dtype, *ahead)
+    return NativeCache.uniform(model.shape, memory.num_blocks, config.block_size, model.cache_dtype, *ahead)
 
 
 def _embedding_bytes(model: NativeModel) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ....kernels import kernel_set
+from ....kernels.layout.kv_layout import KVLayout
 from ....model.backend_gaps import missing
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
@@ -21,13 +22,14 @@ from ...device.scored_prompts import rows_of_a_piece
 from ...errors import ConfigError
 from ...execute.model_runner import ModelRunner
 from ...memory_table import MachineMemory, MemoryTable
-from ..cache_size import CacheSizing, MemoryNeeds, free_host_share, num_host_blocks
+from ..cache_size import CacheSizing, MemoryNeeds, free_host_share, host_blocks_by_kind, num_host_blocks
 from ..cuda.cuda_graphs import most_rows
 from ..memory_needs import (
     SORTED_BYTES,
     async_bytes,
     device_sampler_bytes,
     graphs_bytes,
+    layouts,
     positions_that_fit,
     sampler_bytes,
     sizing_on_cpu,
@@ -53,8 +55,8 @@ def fit_runner(
     device: torch.device,
     *,
     is_async: bool,
-) -> tuple[ModelRunner, MemoryTable, int]:
-    """A runner with a KV cache that fits the memory, the memory table, and the host blocks.
+) -> tuple[ModelRunner, MemoryTable, tuple[int, ...]]:
+    """A runner with a KV cache that fits the memory, the memory table, and the host blocks of each kind.
 
     With `max_model_len = auto`, the table's `max_model_len` may be shorter than the argument.
     """
@@ -66,8 +68,9 @@ def fit_runner(
     memory = _sizing(config, shape, decoder, max_model_len, host_blocks, is_async=is_async).plan(max_model_len)
     if memory.max_model_len < max_model_len:
         decoder = make_decoder(max_positions=memory.max_model_len)
-    sizes = (memory.num_blocks, memory.max_model_len, host_blocks)
-    return make_runner(config, shape, decoder, *sizes, is_block_major=is_async or None), memory, host_blocks
+    sizes = (memory.num_blocks, memory.max_model_len, by_kind := host_blocks_by_kind(memory, host_blocks))
+    runner = make_runner(config, shape, decoder, *sizes, is_block_major=is_async or None, layout=memory.layout)
+    return runner, memory, by_kind
 
 
 def make_runner(
@@ -76,18 +79,21 @@ def make_runner(
     decoder: TorchDecoder,
     blocks: int,
     max_model_len: int,
-    host_blocks: int = 0,
+    host_blocks: Sequence[int] = (),
     *,
     is_block_major: bool | None = None,
+    layout: KVLayout | None = None,
 ) -> ModelRunner:
-    """A runner of the decoder with `blocks` KV blocks, and `host_blocks` on the host."""
+    """A runner of the decoder with `blocks` KV blocks, and `host_blocks` of each kind on the host."""
     dtype = kv_dtype_of(config, decoder.dtype)
     leader = decoder.leader if isinstance(decoder, LeadingDecoder) else None
     measure = partial(kv_scales_of, config, decoder)
     scales = measure() if leader is None or config.kv_cache_dtype != "fp8" else leader.measure_scales(measure)
     sizes = (shape, blocks, config.block_size)
     make_cache = KVCache if leader is None else leader.make_cache
-    cache = make_cache(*sizes, dtype, decoder.device, decoder.kernels, scales, is_block_major=is_block_major)
+    cache = make_cache(
+        *sizes, dtype, decoder.device, decoder.kernels, scales, is_block_major=is_block_major, layout=layout
+    )
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
     pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
     width, num_short = -(-max_model_len // config.block_size), short_length(shape.ropes, max_model_len)
@@ -143,6 +149,7 @@ def _sizing(
             bytes_per_block=bytes_per_block * size,
             host_blocks=host_blocks,
             adapters=_adapter_bytes(config, shape, decoder) * size,
+            runs_kinds=decoder.runs_kinds,
         )
     return _sizing_on_gpu(config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks, is_async)
 
@@ -198,7 +205,12 @@ def _sizing_on_gpu(
         host_free_bytes=free_host_share(config),
     )
     return CacheSizing(
-        config=config, machine=machine, needs_of=needs_of, bytes_per_block=bytes_per_block, host_blocks=host_blocks
+        config=config,
+        machine=machine,
+        needs_of=needs_of,
+        bytes_per_block=bytes_per_block,
+        host_blocks=host_blocks,
+        layout_of=layouts(config, shape, bytes_per_block, runs_kinds=decoder.runs_kinds),
     )
 
 

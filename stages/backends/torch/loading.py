@@ -162,7 +162,7 @@ def make_backend(
         runner, memory, host_blocks = fit_runner(config, shape, make_decoder, max_model_len, device, is_async=is_async)
         max_model_len = memory.max_model_len
     with phases("rates"):
-        rates = measure_rates(runner, config, max_model_len, host_blocks, phases.clock) if host_blocks else None
+        rates = measure_rates(runner, config, max_model_len, host_blocks[0], phases.clock) if host_blocks[0] else None
     dtype = name_of(torch_dtype(config, shape.dtype))
     adapters = getattr(runner.decoder, "adapters", None)  # none of a decoder through transformers
     return Backend(
@@ -176,7 +176,8 @@ def make_backend(
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         max_model_len=max_model_len,
         memory=memory,
-        num_host_blocks=host_blocks,
+        num_host_blocks=host_blocks[0],
+        num_more_host_blocks=host_blocks[1:],
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,

@@ -31,7 +31,7 @@ BLOCK_SIZE = 4
 
 class Cache:
     block_size = BLOCK_SIZE
-    num_kinds = 1
+    blocks_of_kinds = (64,)
 
 
 class Recorder:

@@ -70,7 +70,7 @@ class NoDecoder:
     block_size = 4
 
     def __init__(self, num_kinds: int = 1) -> None:
-        self.num_kinds = num_kinds
+        self.blocks_of_kinds = (1000,) * num_kinds
 
 
 @pytest.mark.parametrize("seed", range(20))

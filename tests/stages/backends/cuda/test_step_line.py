@@ -43,7 +43,7 @@ class Recorded:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("block", "host_block"):
-            return lambda block: np.array([f"{name} {block}"])
+            return lambda block, kind: np.array([f"{name} {block}"])
         return lambda *_: None
 
 

@@ -171,3 +171,23 @@ class Wakeup(SharedWakeup):
         while not self.is_set:
             await self
         self.is_set = False
+
+
+class OncePerTurn(Wakeup):
+    """Calls `react` in the next turn of the event loop, once for all times that it is set before."""
+
+    __slots__ = ("_is_due", "_react")
+
+    def __init__(self, react: Callable[[], object]) -> None:
+        super().__init__()
+        self._react = react
+        self._is_due = False
+
+    def set(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._turn, context=Context())
+
+    def _turn(self) -> None:
+        self._is_due = False
+        self._react()

@@ -82,11 +82,11 @@ BELOW = {
     "stages/recordings stages/beam_search stages/loading",
     "stages/evaluation": "stages stages/device stages/execute stages/loading",
     "stages/split": "stages stages/adapters stages/allocate stages/device stages/exit stages/grammar stages/schedule "
-    "stages/execute stages/executor stages/sample stages/recordings stages/beam_search "
+    "stages/executor stages/sample stages/recordings stages/beam_search "
     "stages/loading stages/engine",
     "stages/fleet": "stages stages/engine stages/executor stages/exit stages/grammar stages/split",
-    "stages/testing/scripted": "stages stages/device stages/grammar stages/sample stages/backends/cuda "
-    "stages/loading stages/engine",
+    "stages/testing/scripted": "stages stages/allocate stages/device stages/grammar stages/schedule stages/sample "
+    "stages/backends/cuda stages/engine",
     "stages/testing": "stages/testing/scripted",
     "deploy": "",
     "deploy/settings": "deploy",

@@ -27,7 +27,7 @@ from .ray_library import ray_library
 from .scaling import BUSY, WORK
 
 if TYPE_CHECKING:
-    from ...stages.split.split_engine import SplitEngine
+    from ...stages.engine.engine import Engine
     from ..server.server import Server
 
 POLICY = "millrace.deploy.ray.scaling:QueuedWorkPolicy"
@@ -128,7 +128,7 @@ class MillraceReplica:
             self._config = replace(self._config, threads=1)  # as many CPUs as it takes of its node
         self._bridge = AsgiBridge(str(config.uds))
         self._server: Server = Server(config)
-        self._engine: SplitEngine = _make_engine(self._config)
+        self._engine: Engine = _make_engine(self._config)
         await self._server.start()
         try:
             await self._engine.start()
@@ -162,7 +162,7 @@ class MillraceReplica:
             self._folder.cleanup()
 
 
-def _make_engine(config: EngineConfig) -> SplitEngine:
+def _make_engine(config: EngineConfig) -> Engine:
     if config.data_parallel_size > 1:
         from ...stages.fleet.fleet_engine import FleetEngine
 

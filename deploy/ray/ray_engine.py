@@ -7,68 +7,66 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...runtime.startup.phases import Phases
 from ...stages.config import EngineConfig
+from ...stages.engine.core import EngineSetup
+from ...stages.engine.engine import Engine
 from ...stages.executor.engine_host import StartHost
-from ...stages.fleet.fleet_engine import FleetEngine
-from ...stages.fleet.placement import Place
+from ...stages.fleet.fleet_processes import FleetProcesses
+from ...stages.fleet.placement import Place, check
 from ...stages.split.engine_core import EngineCore
-from ...stages.split.inflight_requests import InflightRequests
-from ...stages.split.process_client import EngineClient
+from ...stages.split.remote_core import RemoteCore
 from .placement import check_for_ray, parse_resources
 from .ray_executor import RayExecutor
 
 
-class RayEngine(FleetEngine):
+class RayHosts:
+    """The nodes of a Ray cluster: see `Hosts`."""
+
+    setting = "executor = ray"
+    inline = "executor = auto, data_parallel_size = 1 and mode = inline"
+
+    def __init__(self, setup: EngineSetup) -> None:
+        check_for_ray(setup.config)
+        parse_resources(setup.config.ray_resources)
+        check(setup.config)
+        self._setup = setup
+        self.executor = RayExecutor(setup.config, setup.env)
+
+    def places(self) -> Sequence[Place]:
+        """Without shares: Ray gives each process its own."""
+        config = self._setup.config
+        return [Place(config)] * config.data_parallel_size
+
+    def start_host(self, index: int) -> StartHost | None:
+        return partial(self.executor.start_host, index)
+
+    def config_of(self, core: EngineCore, cores: Sequence[EngineCore]) -> EngineConfig:
+        starting = [one.index for one in cores if not one.is_serving]
+        config, own = self.executor.config_for(core.index, starting), self._setup.config
+        # without `ray_env`, which may hold secrets; with what the stages of the caller's own need
+        return replace(config, ray_env=(), speculation=own.speculation, async_scheduling=own.async_scheduling)
+
+    def config_of_text(self) -> EngineConfig:
+        """For one engine: those on other nodes take none of this one's memory."""
+        return replace(self._setup.config, data_parallel_size=1)
+
+    async def open(self) -> None:
+        await self.executor.start()
+
+    async def look(self) -> None:
+        await self.executor.look()
+
+    async def close(self) -> None:
+        await self.executor.aclose()
+
+
+class RayEngine(Engine):
     """An `Engine` with `data_parallel_size` engine processes, also a single one, on the nodes of a Ray cluster.
 
     This process is on a node too, and has the text: it tokenizes, and all requests end here. The model must be found by
-    the same name on each node.
+    the same name on each node. `options` are those of `Engine`.
     """
 
-    is_on_ray = True
-
-    @property
-    def _setting(self) -> str:
-        return "executor = ray"
-
-    @property
-    def _inline(self) -> str:
-        return "executor = auto, data_parallel_size = 1 and mode = inline"
-
-    def _make_cores(self) -> tuple[InflightRequests, Sequence[EngineCore]]:
-        check_for_ray(self.config)
-        parse_resources(self.config.ray_resources)
-        self.executor = RayExecutor(self.config, self._env)
-        return super()._make_cores()
-
-    def _make_places(self) -> list[Place]:
-        """Without shares: Ray gives each process its own."""
-        return [Place(self.config)] * self.config.data_parallel_size
-
-    @property
-    def _config_of_text(self) -> EngineConfig:
-        """For one engine: those on other nodes take none of this one's memory."""
-        return replace(self.config, data_parallel_size=1)
-
-    def _start_host_of(self, index: int) -> StartHost | None:
-        return partial(self.executor.start_host, index)
-
-    def _config_of(self, core: EngineCore) -> EngineConfig:
-        starting = [one.index for one in self.cores if not one.is_serving]
-        return replace(self.executor.config_for(core.index, starting), ray_env=())  # which may hold secrets
-
-    async def _load(self) -> tuple[Any, Phases]:
-        await self.executor.start()
-        return await super()._load()
-
-    async def _start_again(self, core: EngineCore) -> EngineClient:
-        await self.executor.look()
-        return await super()._start_again(core)
-
-    async def stop(self, cause: str = "server_shutdown") -> None:
-        """As `Engine.stop`; also frees what was reserved on the cluster."""
-        try:
-            await super().stop(cause)
-        finally:
-            await self.executor.aclose()
+    def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
+        processes = partial(FleetProcesses, make_hosts=RayHosts)
+        super().__init__(config, core=partial(RemoteCore, make_processes=processes), **options)

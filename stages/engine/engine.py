@@ -4,59 +4,53 @@
         async for output in engine.generate("Once upon a time"):
             print(output.outputs[0].text, end="")
 
-This module starts and stops the parts; `wiring.py` joins them.
+This module starts and stops the parts; `wiring.py` joins them. Where the step loop runs is for the core: `core.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ...runtime.env.env import Env, LiveEnv
-from ...runtime.env.log import get_logger
-from ...runtime.fault_injection import Fault, parse_fault
-from ...runtime.graph import GraphError
 from ...runtime.health.stalls import Stall
+from ...runtime.histogram import LatencyHistogram
 from ...runtime.pipeline import Health, NotServing, Pipeline
 from ...runtime.stage import Stage
 from ...runtime.startup.load_progress import LoadProgress
-from ...runtime.startup.phases import Phases
 from ...runtime.trace.tracer import Tracer
-from ...runtime.workers.thread_start import ThreadNotStarted
 from ..adapters.gate import AdapterGate
-from ..adapters.registry import parse_modules
 from ..beam_search.algorithm import BeamParams
 from ..config import EngineConfig
-from ..device.device import Device
-from ..errors import ConfigError, Refused
-from ..exit.outboxes import RequestOutbox
+from ..exit.outboxes import Outboxes, RequestOutbox
+from ..grammar.compiled import Grammars
+from ..grammar.gate import GrammarGate
+from ..intake.admission import Admission
+from ..loading.load_report import load_and_report
 from ..messages import Ints, Request
+from ..outputs import ModelInfo
 from ..params import SamplingParams
-from ..pipeline import build_encoder_pipeline, build_pipeline
-from ..recordings.writer import RecordingWriter
 from ..sample.logits_processor import LogitsProcessor
-from ..sample.processor_chain import ProcessorChain, check_processors, load_processors
 from .client_api import ClientApi
-from .inspection import EngineParts
-from .load_report import report_loading
-from .placed_stages import PlacedStage, check_places, in_order, load_stages
+from .core import MakeCore
+from .custom_stages import CustomStages
+from .engine_status import EngineStatus
+from .local_core import LocalCore
+from .placed_stages import PlacedStage
+from .starting import Processors, configured_faults, load_modules, log_ready, make_setup
 from .submit import Submitter
-from .warm_up import warm_up
-from .wiring import EncoderStages, EngineStages, TextStages, sketch
+from .wiring import JoinedStages, TextStages
 
 if TYPE_CHECKING:
+    from ...model.text.tokenizer import Tokenizer
     from ..loading.early import EarlyLoading
-    from ..loading.encoder import LoadedEncoder
-    from ..loading.model import LoadedModel
-
-log = get_logger("millrace.stages")
+    from ..tokenize.prompt_encoder import ModelEncoder
 
 
-class Engine(EngineParts, ClientApi):
+class Engine(ClientApi):
     """Serves one model.
 
     Use it as an async context manager, or call `start` and `stop`; it starts once. Leaving the context frees
@@ -67,48 +61,51 @@ class Engine(EngineParts, ClientApi):
     `config` and `overrides` are those of `EngineConfig`. With the caller's own `env`, threads end when the caller
     closes it. For a `logits_processor`, one or several, see `LogitsProcessor`. `opening` is the model's `EarlyLoading`,
     if it has started already, with the same `config`. `stages` are custom stages with their places, behind those that
-    the setting `stage` names: each a `PlacedStage`, or text as in the setting.
+    the setting `stage` names: each a `PlacedStage`, or text as in the setting. `core` makes what runs the step loop.
     """
-
-    mode: ClassVar[Literal["inline", "split"]] = "inline"  # whether the step loop is in this process or one of its own
-    max_engines: ClassVar[int] = 1  # the largest `data_parallel_size`
-    is_on_ray: ClassVar[bool] = False  # whether its engine processes are actors of a Ray cluster
 
     def __init__(
         self,
         config: EngineConfig | None = None,
         *,
+        core: MakeCore = LocalCore,
         env: Env | None = None,
-        logits_processor: LogitsProcessor | Sequence[LogitsProcessor | str] | None = None,
+        logits_processor: Processors = None,
         opening: EarlyLoading | None = None,
         stages: Sequence[PlacedStage | str] = (),
         **overrides: Any,
     ) -> None:
-        EngineParts.__init__(self)
-        ClientApi.__init__(self)
-        self._opening = opening
-        made, named = _processors(logits_processor)
-        self.config = replace(config or EngineConfig(), **overrides)
-        if named:
-            self.config = replace(self.config, logits_processor=(*self.config.logits_processor, *named))
-        self._made_processors = made  # by the caller
-        self.logits_processors = [*load_processors(self.config.logits_processor), *made]
-        check_processors(self.logits_processors)
-        if (count := self.config.data_parallel_size) > self.max_engines:
-            many = "use FleetEngine or LLM for more" if self.max_engines == 1 else "start more servers"
-            raise ConfigError(f"data_parallel_size = {count}: must be at most {self.max_engines} here; {many}")
-        if self.config.executor == "ray" and not self.is_on_ray:
-            raise ConfigError("executor = ray: use LLM, or millrace.deploy.ray.ray_engine.RayEngine")
-        if opening is not None and opening.config != self.config:
-            raise ConfigError("opening: must have the same settings as the engine")
-        if any(one.always for one in self.logits_processors):  # it must see each token before the next one is chosen
-            self.config = replace(self.config, speculation="off")
-        self._env: Env = LiveEnv(self.config.seed) if env is None else env
+        super().__init__()
+        self._health = Health("new")
+        self._stages: JoinedStages | None = None
+        self._info: ModelInfo | None = None
+        config = replace(config or EngineConfig(), **overrides)
         self._owns_env = env is None
-        self.load_progress = LoadProgress(self._env.now) if opening is None else opening.phases.progress
-        self._edits: list[Callable[[Pipeline], object]] = []
-        self._recorder: RecordingWriter | None = None
-        self._place(stages)
+        self._env: Env = LiveEnv(config.seed) if env is None else env
+        self._setup = make_setup(config, self._env, lambda: self.health, logits_processor, opening)
+        self.core = core(self._setup)
+        self._custom = CustomStages(self._setup, self.core)
+        self._custom.place(stages)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings."""
+        return self._setup.config
+
+    @property
+    def logits_processors(self) -> Sequence[LogitsProcessor]:
+        """Those of the settings, and of the caller."""
+        return self._setup.processors
+
+    @property
+    def load_progress(self) -> LoadProgress:
+        """How far loading the model is."""
+        return self._setup.load_progress
+
+    @property
+    def mode(self) -> Literal["inline", "split"]:
+        """Whether the step loop is in this process or in others."""
+        return self.core.mode
 
     # -- custom stages
 
@@ -118,50 +115,14 @@ class Engine(EngineParts, ClientApi):
         """Inserts a custom stage after the stage `after`: "intake", "tokenize", ... "detokenize"; or before another.
 
         Call before `start`. `start` refuses a stage whose ports do not fit there, and says what would. The stage sees
-        every request, including the engine's own warm-up requests (request id "warm-up").
+        every request, including the engine's own warm-up requests (request id "warm-up"). It runs in this process:
+        raises `ConfigError` for a place in a step loop that is in another one.
         """
-        self._edit(lambda pipeline: pipeline.insert(stage, after, before=before, name=name))
-        self._step_without_drafts(after or {"sample": "execute", "detokenize": "sample"}.get(before or "", ""))
-
-    def _place(self, stages: Sequence[PlacedStage | str]) -> None:
-        """Makes the stages of the settings, and inserts them. Raises `ConfigError` for one that fits nowhere."""
-        placed = load_stages(self.config.stage)
-        for one in stages:
-            placed += load_stages([one]) if isinstance(one, str) else [one]
-        self._has_placed = bool(placed)
-        if not placed:
-            return
-        placed = [self._reachable(one) for one in placed]
-        check_places(placed, self._sketches())
-        for one in in_order(placed):
-            self.insert(one.stage, one.after, before=one.before, name=one.title)
-
-    def _reachable(self, placed: PlacedStage) -> PlacedStage:
-        """The stage at its place. Raises `ConfigError` for a place where it cannot be."""
-        return placed
-
-    def _sketches(self) -> list[Pipeline]:
-        """Pipelines like the one that starts, of ports only; the last one is that of most models."""
-        return [sketch(build_encoder_pipeline), sketch(build_pipeline)]
+        self._custom.insert(stage, after, before, name)
 
     def replace(self, name: str, stage: Stage[Any, Any]) -> None:
-        """Replaces the stage `name` by a custom one. Call before `start`."""
-        self._edit(lambda pipeline: pipeline.replace(name, stage))
-        self._step_without_drafts(name)
-
-    def _step_without_drafts(self, name: str) -> None:
-        """Gives a custom stage next to the device steps with logits, and without drafts.
-
-        Drafts stay if they are configured explicitly.
-        """
-        if name in ("execute", "sample"):
-            speculation = "off" if self.config.speculation == "auto" else self.config.speculation
-            self.config = replace(self.config, speculation=speculation, async_scheduling=False)
-
-    def _edit(self, edit: Callable[[Pipeline], object]) -> None:
-        if self._health.state != "new":
-            raise RuntimeError(f"the engine is {self._health.state}: change its stages before it starts")
-        self._edits.append(edit)
+        """Replaces the stage `name`, which is in this process, by a custom one. Call before `start`."""
+        self._custom.replace(name, stage)
 
     # -- start and stop
 
@@ -181,64 +142,27 @@ class Engine(EngineParts, ClientApi):
             raise
 
     async def _start(self) -> None:
-        loaded, phases = await self._load_and_report()
-        self._use_processors(loaded)
+        loaded, phases = await load_and_report(self.core.load, self.load_progress, self._env)
         with phases("pipeline"):
-            self._parts = self._make_parts(loaded)
+            stages = self._stages = self.core.join(loaded)
             self._info = loaded.info
-            self._parts.pipeline.use(self._env, Tracer(self._env))
-            self._change(self._parts.pipeline)
-            if self.config.record is not None:
-                self._recorder = self._record(Path(self.config.record))
-            faults = self._faults(self._parts.pipeline)
-            await self._parts.pipeline.start()
+            pipeline = stages.pipeline
+            pipeline.use(self._env, Tracer(self._env))
+            self._custom.change(pipeline)
+            self.core.start_recording()
+            faults = configured_faults(self.config, [*pipeline.stages, *self.core.stages_elsewhere])
+            await pipeline.start()
         with phases("warm_up"):
-            await self._warm_up()
+            await self.core.warm_up()
         if (adapters := self.adapters) is not None:
             with phases("adapters"):
-                await self._load_adapters(adapters)
+                await load_modules(self.config, self._env, adapters)
         if self._computes_here:
             self._env.yield_to("device", loaded.own_cpu)
-        await self._inject(self._parts.pipeline, faults)
+        pipeline.inject(faults)
+        await self.core.inject([fault for fault in faults if fault.stage in self.core.stages_elsewhere])
         self._health = Health("ready")
-        seconds = {f"{name}_s": seconds for name, seconds in phases.seconds.items()}
-        info, core = loaded.info, self.status().core
-        log.info(
-            "engine.ready",
-            model=info.model_id,
-            model_impl=info.model_impl,
-            attention_backend=info.attention_backend,
-            device=info.device,
-            dtype=info.dtype,
-            quantization=info.quantization,
-            kv_cache_dtype=info.kv_cache_dtype,
-            weights_bytes=None if info.memory is None else info.memory.row("weights").num_bytes,
-            max_model_len=info.max_model_len,
-            num_blocks=info.num_blocks,
-            num_host_blocks=info.num_host_blocks,
-            num_speculative_tokens=0 if core is None else core.scheduler.drafts.num_tokens,
-            **seconds,
-        )
-
-    def _use_processors(self, loaded: Any) -> None:
-        """Installs the logits processors where tokens are chosen."""
-        if not self.logits_processors:
-            return
-        if not loaded.info.num_blocks:
-            raise ConfigError("logits_processor: an encoder model chooses no tokens; leave it out")
-        loaded.sampler.use(ProcessorChain(self.logits_processors))
-
-    def _change(self, pipeline: Pipeline) -> None:
-        """Makes the caller's changes. Raises `ConfigError` for a stage of the settings that does not fit this model."""
-        try:
-            for edit in self._edits:
-                edit(pipeline)
-            if self._has_placed:
-                pipeline.check()
-        except GraphError as error:
-            if self._has_placed:
-                raise ConfigError(f"stage: {error}") from None
-            raise
+        log_ready(self.info, self.status(), phases)
 
     def give_way(self) -> None:
         """Lowers the priority of the calling thread below that of the compute threads.
@@ -255,124 +179,29 @@ class Engine(EngineParts, ClientApi):
         """Whether threads of this process compute the steps, and so compete for its cores."""
         return self._info is not None and self._info.attention_backend == "native"
 
-    def _faults(self, pipeline: Pipeline) -> list[Fault]:
-        """The configured fault injections. Raises `ConfigError` for an unknown stage."""
-        faults = [parse_fault(text) for text in self.config.inject]
-        names = self._stage_names(pipeline)
-        for fault in faults:
-            if fault.stage not in names:
-                stages = ", ".join(names)
-                raise ConfigError(f"inject = {fault.stage}: must name a stage, one of {stages}")
-            log.warning("fault.injected", stage=fault.stage, kind=fault.kind, rate=fault.rate, delay_s=fault.delay_s)
-        return faults
-
-    def _stage_names(self, pipeline: Pipeline) -> list[str]:
-        return list(pipeline.stages)
-
-    async def _load_and_report(self) -> tuple[Any, Phases]:
-        if not self._env.is_live:
-            return await self._load()
-        reporting = asyncio.ensure_future(report_loading(self.load_progress, self._env))
-        try:
-            return await self._load()
-        finally:
-            reporting.cancel()
-            await asyncio.wait([reporting])
-
-    async def _load(self) -> tuple[Any, Phases]:
-        """Loads the model in a thread; returns it with the time of each phase.
-
-        The scripted engine overrides this.
-        """
-        loaded = await self._env.run_in_thread(_load, self.config, self._env, self._opening, self.load_progress)
-        self._opening = None  # it holds the model, too
-        return loaded
-
-    def _make_parts(self, loaded: Any) -> TextStages | EncoderStages:
-        """Joins the stages of the model that `_load` returned."""
-        if not loaded.info.num_blocks:
-            return EncoderStages(self.config, loaded)
-        secret = self._env.secret("prefix.secret", 16)
-        return EngineStages(self.config, loaded, self._make_device(loaded), secret)
-
-    async def _inject(self, pipeline: Pipeline, faults: Sequence[Fault]) -> None:
-        pipeline.inject(faults)
-
-    def _record(self, path: Path) -> RecordingWriter | None:
-        if not isinstance(self._parts, EngineStages):
-            raise ConfigError(f"record = {path}: an encoder model has no scheduler to record; leave it out")
-        return self._parts.record(path, self.config, self._env)
-
-    async def _load_adapters(self, adapters: AdapterGate) -> None:
-        """Loads the adapters of the settings. Raises `ConfigError` for the first that cannot be."""
-        for name, path in parse_modules(self.config.lora_modules).items():
-            try:
-                await adapters.load(self._env, name, path)
-                if adapters.has_room_to_pin():
-                    await adapters.pin(self._env, name, "host")
-            except Refused as error:
-                raise ConfigError(f"lora_modules: {error.message}") from None
-
-    def _make_device(self, loaded: LoadedModel) -> Device:
-        return loaded.make_device()
-
-    async def _warm_up(self) -> None:
-        await warm_up(self.pipeline, self.info)
-        await self.forget_prefixes()
-
     async def stop(self, cause: str = "server_shutdown") -> None:
         """Ends all requests and frees everything. Idempotent."""
-        self._health = Health("stopped", reason="the engine has been stopped")
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            for request_id in list(parts.exit.live):
-                parts.pipeline.cancel(request_id, cause)
-            if isinstance(parts, TextStages):
-                await parts.searches.wait_until_over()
-            await parts.pipeline.stop()
-            if isinstance(parts, TextStages):
-                await parts.gate.aclose()
-                if parts.adapters is not None:
-                    await parts.adapters.aclose()
-        if self._recorder is not None:
-            await self._recorder.aclose()
-        if self._opening is not None:
-            try:
-                await self._env.run_in_thread(self._opening.close)
-            except ThreadNotStarted:
-                self._opening.close()
-            self._opening = None
-        close = None if parts is None else getattr(parts.loaded, "close", None)
-        if close is not None:
-            await self._env.run_in_thread(close)
+        try:
+            await self.core.begin_stop()
+            self._health = Health("stopped", reason="the engine has been stopped")
+            has_ended = await self._stop_stages(cause)
+        finally:
+            await self.core.stop()
         if self._owns_env:
             await self._env.aclose()
-        if parts is not None:
-            is_on_gpu = self._info is not None and self._info.device != "cpu"
-            del parts
-            _free_memory(is_on_gpu)
+        if has_ended:
+            gc.collect()  # frees the model now, instead of at some later collection of reference cycles
+            self.core.free_memory()
 
-    @property
-    def engine_pid(self) -> int | None:
-        """The id of the engine process; None if the step loop runs in this process."""
-        return None
-
-    @property
-    def num_deaths(self) -> int:
-        """The number of engine processes that died."""
-        return 0
-
-    def is_stopped_by(self, stall: Stall) -> bool:
-        """Whether no request can go on while this stall lasts; not if another engine process serves."""
+    async def _stop_stages(self, cause: str) -> bool:
+        """Ends all requests and the pipeline; False if there was none."""
+        stages, self._stages = self._stages, None
+        if stages is None:
+            return False
+        for request_id in list(stages.exit.live):
+            stages.pipeline.cancel(request_id, cause)
+        await stages.stop()
         return True
-
-    @property
-    def engines(self) -> list[dict[str, Any]]:
-        """Of a fleet, each engine process.
-
-        Its index, pid, state, reason if it does not serve, num_deaths, num_requests and work in prompt tokens.
-        """
-        return []
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Stops admitting requests and waits for the rest; False if some are left.
@@ -381,7 +210,7 @@ class Engine(EngineParts, ClientApi):
         """
         return await self.pipeline.drain(timeout_s)
 
-    async def __aenter__(self) -> Engine:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
@@ -411,48 +240,49 @@ class Engine(EngineParts, ClientApi):
 
         Computes no step. Raises `Refused` where the intake and tokenize stages would.
         """
-        return await Submitter(self._require_parts(), self._env).render(request)
+        return await Submitter(self._require_stages(), self._env).render(request)
 
     def _submitter(self) -> Submitter:
         if not self.health.is_ready:
             raise NotServing(self.health)
-        return Submitter(self._require_parts(), self._env)
+        return Submitter(self._require_stages(), self._env)
 
     @property
     def adapters(self) -> AdapterGate | None:
         """The LoRA adapters; None if none are served."""
-        return self._parts.adapters if isinstance(self._parts, TextStages) else None
+        text = None if self._stages is None else self._stages.text
+        return None if text is None else text.adapters
 
     async def load_adapter(self, name: str, path: str | Path) -> None:
         """Loads a LoRA adapter from a folder under a name, or another one under a name in use.
 
         Requests in progress end on the adapter that they have. Raises `Refused` for an adapter that cannot be served.
         """
-        adapters = Submitter(self._require_parts(), self._env).adapters()
+        adapters = Submitter(self._require_stages(), self._env).adapters()
         await adapters.load(self._env, name, Path(path))
 
     def unload_adapter(self, name: str) -> bool:
         """Removes an adapter's name at once; False if it is not known. Requests in progress end as they would."""
-        return Submitter(self._require_parts(), self._env).adapters().unload(name)
+        return Submitter(self._require_stages(), self._env).adapters().unload(name)
 
     async def pin_adapter(self, name: str, *, on_device: bool = True) -> None:
         """Loads an adapter and keeps it in host memory, and by default in the device slot that it gets.
 
         Raises `Refused` for an adapter that cannot be served, and if too many are pinned.
         """
-        adapters = Submitter(self._require_parts(), self._env).adapters()
+        adapters = Submitter(self._require_stages(), self._env).adapters()
         await adapters.pin(self._env, name, "device" if on_device else "host")
 
     def unpin_adapter(self, name: str) -> None:
         """Lets an adapter be replaced again. Raises `Refused` for an unknown name."""
-        Submitter(self._require_parts(), self._env).adapters().unpin(name)
+        Submitter(self._require_stages(), self._env).adapters().unpin(name)
 
     async def remove_adapter(self, name: str, timeout_s: float = 0.0, *, force: bool = False) -> int | None:
         """As `unload_adapter`, and waits up to `timeout_s` for the requests that have it.
 
         With `force` those that are left are ended then. Returns their number; None if the name is not known.
         """
-        adapters = Submitter(self._require_parts(), self._env).adapters()
+        adapters = Submitter(self._require_stages(), self._env).adapters()
         if not adapters.unload(name):
             return None
         left = await adapters.wait_unused(self._env, name, timeout_s)
@@ -466,7 +296,7 @@ class Engine(EngineParts, ClientApi):
 
         Returns False if it is not in progress.
         """
-        return self._parts is not None and self._parts.pipeline.cancel(request_id, cause)
+        return self._stages is not None and self._stages.pipeline.cancel(request_id, cause)
 
     # -- text
 
@@ -481,35 +311,124 @@ class Engine(EngineParts, ClientApi):
         """The text of token ids."""
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
+    # -- inspection: read only; raises `NotServing` while the engine is not running
 
-def _load(
-    config: EngineConfig, env: Env, opening: EarlyLoading | None, progress: LoadProgress
-) -> tuple[LoadedModel | LoadedEncoder, Phases]:
-    """Loads the model. Runs in a thread: its imports alone would block the event loop too long."""
-    if opening is None:
-        from ..loading.early import EarlyLoading
+    @property
+    def health(self) -> Health:
+        """Whether requests are admitted, and if not, why."""
+        if not self._health.is_ready:
+            return self._health
+        if (away := self.core.away) is not None:
+            return away
+        return self._health if self._stages is None else self._stages.pipeline.health
 
-        opening = EarlyLoading(config, Phases(env.now, progress=progress))
-    try:
-        with opening.phases("import"):
-            from ..loading.model import load_model
-        return load_model(config, opening.phases, env, opening), opening.phases
-    finally:
-        opening.close()
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model. Available from the start of the engine on, also after its stop."""
+        if self._info is None:
+            raise NotServing(self.health)
+        return self._info
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._require_stages().loaded.tokenizer
 
-def _processors(
-    given: LogitsProcessor | Sequence[LogitsProcessor | str] | None,
-) -> tuple[list[LogitsProcessor], list[str]]:
-    """The processors that a caller made, and those that it names."""
-    listed: list[Any] = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    return [one for one in listed if not isinstance(one, str)], [one for one in listed if isinstance(one, str)]
+    @property
+    def encoder(self) -> ModelEncoder:
+        """Encodes prompts and chats to token ids, as the tokenize stage does."""
+        return self._require_stages().loaded.encoder
 
+    @property
+    def pipeline(self) -> Pipeline:
+        """The running stages of this process, and the channels between them."""
+        return self._require_stages().pipeline
 
-def _free_memory(is_on_gpu: bool) -> None:
-    """Frees the model's memory now, instead of at some later collection of reference cycles."""
-    gc.collect()
-    if is_on_gpu:
-        import torch
+    @property
+    def exit(self) -> Outboxes:
+        """The exit, whose `on_start` and `on_end` report each request."""
+        return self._require_stages().exit
 
-        torch.cuda.empty_cache()
+    @property
+    def has_core(self) -> bool:
+        """Whether the engine has a scheduler and blocks. An encoder model has neither."""
+        return self._require_stages().text is not None
+
+    @property
+    def token_gaps_us(self) -> LatencyHistogram:
+        """Microseconds between two tokens of an answer, over all answers so far."""
+        return self._text().detokenize.gaps.histogram
+
+    @property
+    def admission(self) -> Admission:
+        """The counts of admitted and waiting requests."""
+        return self._require_stages().intake.admission
+
+    @property
+    def grammars(self) -> Grammars:
+        """The compiled grammars."""
+        return self._text().grammars
+
+    @property
+    def grammar_gate(self) -> GrammarGate:
+        """The gate that tries and compiles grammars."""
+        return self._text().gate
+
+    def status(self, *, with_sequences: bool = False, with_blocks: bool = False) -> EngineStatus:
+        """What the engine does and has done, now.
+
+        Of a step loop in another process, as it was last reported: `refresh` first for a report of now. The blocks are
+        then those of the last `refresh` with blocks; None before.
+        """
+        return self.core.status(with_sequences=with_sequences, with_blocks=with_blocks)
+
+    async def refresh(self, *, with_blocks: bool = False, with_stacks: bool = False) -> None:
+        """Updates the part of `status` that is in another process.
+
+        Afterwards it is not older than this call. `with_blocks` includes the owner of each block, `with_stacks` the
+        stacks of tasks. The trace is brought up to now in any case.
+        """
+        await self.core.refresh(with_blocks=with_blocks, with_stacks=with_stacks)
+
+    async def forget_prefixes(self) -> int:
+        """Empties the prefix cache, wherever it is. Returns the number of blocks freed."""
+        return await self.core.forget_prefixes()
+
+    async def prefix_tree(self) -> dict[str, Any] | None:
+        """The tree of the prefix cache: see `allocate/prefix_tree.py`. None without a cache.
+
+        Of several engine processes, the tree of the first one, without the slots of its users.
+        """
+        return await self.core.prefix_tree()
+
+    @property
+    def engine_pid(self) -> int | None:
+        """The id of the current or last engine process, the first of several; None if there was none."""
+        return self.core.engine_pid
+
+    @property
+    def num_deaths(self) -> int:
+        """The number of engine processes that died."""
+        return self.core.num_deaths
+
+    @property
+    def engines(self) -> list[dict[str, Any]]:
+        """Of a fleet, each engine process.
+
+        Its index, pid, state, reason if it does not serve, num_deaths, num_requests and work in prompt tokens.
+        """
+        return self.core.engines
+
+    def is_stopped_by(self, stall: Stall) -> bool:
+        """Whether no request can go on while this stall lasts; not if another engine process serves."""
+        return self.core.is_stopped_by(stall)
+
+    def _require_stages(self) -> JoinedStages:
+        if self._stages is None:
+            raise NotServing(self.health)
+        return self._stages
+
+    def _text(self) -> TextStages:
+        if (text := self._require_stages().text) is None:
+            raise AttributeError("a model that generates nothing has no grammars and no tokens")
+        return text

@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from ...runtime.workers.thread_start import start_thread
 from ..config import EngineConfig
@@ -200,12 +200,12 @@ class LLM:
 
 
 def _engine_class(config: EngineConfig, overrides: Mapping[str, Any]) -> type[Engine]:
-    # by name, as these rooms are above this one
+    found = Engine  # the others by name, as their rooms are above this one
     if overrides.get("executor", config.executor) == "ray":
-        return cast("type[Engine]", import_module("...deploy.ray.ray_engine", __package__).RayEngine)
-    if overrides.get("data_parallel_size", config.data_parallel_size) == 1:
-        return Engine
-    return cast("type[Engine]", import_module("..fleet.fleet_engine", __package__).FleetEngine)
+        found = import_module("...deploy.ray.ray_engine", __package__).RayEngine
+    elif overrides.get("data_parallel_size", config.data_parallel_size) > 1:
+        found = import_module("..fleet.fleet_engine", __package__).FleetEngine
+    return found
 
 
 def _as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:

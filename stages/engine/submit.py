@@ -17,14 +17,14 @@ from ..messages import Ints, Request
 from ..params import SamplingParams
 from ..tasks import Task, check_task, task_of
 from .gate_waits import trace_shed
-from .wiring import EncoderStages, TextStages
+from .wiring import JoinedStages, TextStages
 
 
 @dataclass(frozen=True, slots=True)
 class Submitter:
     """Submits requests to running parts. Stateless; `Engine` documents the methods."""
 
-    parts: TextStages | EncoderStages
+    parts: JoinedStages
     env: Env
 
     async def submit(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
@@ -66,7 +66,8 @@ class Submitter:
 
     def adapters(self) -> AdapterGate:
         """Raises `Refused` unless adapters are served."""
-        adapters = self.parts.adapters if isinstance(self.parts, TextStages) else None
+        text = self.parts.text
+        adapters = None if text is None else text.adapters
         if adapters is None:
             problem = "this engine serves none; start it with enable_lora"
             raise Refused(field_text("adapter", problem), param="model")
@@ -110,6 +111,6 @@ class Submitter:
 
     def _able_to(self, task: Task) -> TextStages:
         check_task(task, self.parts.loaded.info.tasks)
-        if not isinstance(self.parts, TextStages):
+        if (text := self.parts.text) is None:
             raise AttributeError("a model that generates nothing has neither grammars nor searches")
-        return self.parts
+        return text

@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from ..tokenize.prompt_encoder import ModelEncoder
 
 
-class LoadedText(Protocol):
-    """The parts of a model that the text stages need."""
+class LoadedTokenizer(Protocol):
+    """The parts of any model that its stages need."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -67,12 +67,37 @@ class LoadedText(Protocol):
     def tokenizer(self) -> Tokenizer: ...
     @property
     def encoder(self) -> ModelEncoder: ...
+
+
+class LoadedText(LoadedTokenizer, Protocol):
+    """The parts of a model that the text stages need."""
+
     @property
     def text_table(self) -> TextTableProtocol: ...
     def make_decoder(self, params: SamplingParams, prompt: Ints) -> DecodesIncrementally: ...
 
 
-class EncoderStages:
+class JoinedStages:
+    """The stages of an engine in this process, joined."""
+
+    loaded: LoadedTokenizer
+    intake: Intake
+    tokenize: Tokenize
+    exit: Outboxes
+    pipeline: Pipeline
+    gate_waits: GateWaits
+
+    @property
+    def text(self) -> TextStages | None:
+        """The same with what only a model that generates has; None of an encoder model."""
+        return None
+
+    async def stop(self) -> None:
+        """Stops the pipeline, and what waits for it."""
+        await self.pipeline.stop()
+
+
+class EncoderStages(JoinedStages):
     """The joined stages of an engine with an encoder model."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedEncoder) -> None:
@@ -90,11 +115,13 @@ class EncoderStages:
         self.exit.on_end.append(self.intake.request_ended)
 
 
-class TextStages:
+class TextStages(JoinedStages):
     """The text stages of an engine, joined, with their grammars and beam searches.
 
     They are the same whether the step loop is in this process or in another. `loaded` has the tokenizer.
     """
+
+    loaded: LoadedText
 
     def __init__(self, config: EngineConfig, loaded: LoadedText, grammars: Grammars) -> None:
         info = loaded.info
@@ -132,6 +159,17 @@ class TextStages:
             self.gate_waits.request_ended,
             self.gate.request_ended,
         ]
+
+    @property
+    def text(self) -> TextStages:
+        return self
+
+    async def stop(self) -> None:
+        await self.searches.wait_until_over()
+        await super().stop()
+        await self.gate.aclose()
+        if self.adapters is not None:
+            await self.adapters.aclose()
 
     def _make_pipeline(self) -> Pipeline:
         raise NotImplementedError
@@ -254,10 +292,6 @@ class EngineStages(TextStages):
             self.exit,
             steps_in_flight=self._steps_in_flight,
         )
-
-    def record(self, path: Path, config: EngineConfig, env: Env) -> RecordingWriter:
-        """As `CoreStages` does."""
-        return self.core.record(path, config, env)
 
     def _stage_of(self, outbox: RequestOutbox) -> tuple[str, bool]:
         first, sequences = outbox.request.first_sequence_id, self.schedule.scheduler.sequences

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -48,15 +49,15 @@ class CoreOwner(Protocol):
     """What the engine offers to its cores."""
 
     module: str  # that an engine process runs
-    _env: Env
+    env: Env
 
-    def _receive(self, core: EngineCore, word: Any) -> None:
+    def receive(self, core: EngineCore, word: Any) -> None:
         """Handles a message of the core's process."""
 
-    def _refused(self, request: TokenRequest, error: WireError) -> None:
+    def refuse(self, request: TokenRequest, error: WireError) -> None:
         """Fails a request that cannot be encoded for the link."""
 
-    def _core_lost(self, core: EngineCore) -> None:
+    def core_lost(self, core: EngineCore) -> None:
         """The link of the core's process has ended; nothing comes from it any more."""
 
 
@@ -84,9 +85,9 @@ class EngineCore:
         self.index = index
         sent = partial(table.sent, core=index)
         self.requests: OutboundChannel[TokenRequest] = OutboundChannel(
-            "->".join(TO_SCHEDULE), ENTRY_CAPACITY, owner._env.now, sent, owner._refused
+            "->".join(TO_SCHEDULE), ENTRY_CAPACITY, owner.env.now, sent, owner.refuse
         )
-        self.tokens = make_tokens("->".join(TO_DETOKENIZE), TEXT_CAPACITY, owner._env.now, self._note)
+        self.tokens = make_tokens("->".join(TO_DETOKENIZE), TEXT_CAPACITY, owner.env.now, self._note)
         self._table = table
         self.client: EngineClient | None = None
         self.keeper: ProcessKeeper | None = None
@@ -120,14 +121,14 @@ class EngineCore:
         is_elsewhere = self._start_host is not None
         if not self.files and not is_elsewhere:
             self.files = [shared_file(ring_bytes()) for _ in range(NUM_RINGS)]
-        env = self._owner._env
+        env = self._owner.env
         began_s = env.now()
         client = self.client = EngineClient(
             self.requests,
             self.tokens,
             self._receive,
             self._owner.module or MODULE,
-            on_lost=lambda: self._owner._core_lost(self),
+            on_lost=lambda: self._owner.core_lost(self),
             environment=self._environment,
             engine=self.index,
             start_host=self._start_host,
@@ -147,6 +148,8 @@ class EngineCore:
 
         Raises whatever prevents the start.
         """
+        # a recording covers one process; the files are those of the first, so the Hub is not asked for newer ones
+        config = replace(config, record=None, offline=True)
         try:
             async with asyncio.timeout(self._start_limit_s):
                 await self.start(config, max(self.last_step, self.last_granted) + STEPS_APART)
@@ -207,7 +210,7 @@ class EngineCore:
         if not has_work or self.keeper is None or not self.is_serving:
             self._num_silent_checks = 0
             return False
-        now_s = self._owner._env.now()
+        now_s = self._owner.env.now()
         if now_s < self._next_check_s:
             return False
         self._next_check_s = now_s + 1.0
@@ -231,4 +234,4 @@ class EngineCore:
 
     def _receive(self, word: Any) -> None:
         self._num_silent_checks = 0
-        self._owner._receive(self, word)
+        self._owner.receive(self, word)

@@ -1,21 +1,16 @@
-"""The front process's stages, and the status of these and the step loop as of one pipeline."""
+"""The front process's stages, and the edges between them and the step loop."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...runtime.channel import Channel
 from ...runtime.graph import Edge, Port
+from ...runtime.joined_status import JoinedPipeline
 from ...runtime.pipeline import Pipeline
-from ...runtime.pipeline_status import ChannelStatus, PipelineStatus, StageStatus
-from ...runtime.stage import Stage
 from ..adapters.store import AdapterStore
-from ..allocate.stage import Allocate
 from ..config import EngineConfig
-from ..engine.wiring import LoadedText, PortsOnly, TextStages
-from ..execute.stage import Execute
+from ..engine.wiring import CLASSES, LoadedText, PortsOnly, TextStages
 from ..exit.outboxes import RequestOutbox
 from ..grammar.compiled import Grammars
 from ..pipeline import (
@@ -25,17 +20,10 @@ from ..pipeline import (
     build_core_pipeline,
     build_front_pipeline,
 )
-from ..sample.stage import Sample
-from ..schedule.stage import Schedule
 from .inflight_requests import InflightRequests
 from .remote_adapters import AdaptersThere
 
-CORE: dict[str, type[Stage[Any, Any]]] = {
-    "schedule": Schedule,
-    "allocate": Allocate,
-    "execute": Execute,
-    "sample": Sample,
-}
+CORE = {name: CLASSES[name] for name in ("schedule", "allocate", "execute", "sample")}  # the stages of the step loop
 
 
 class TriedGrammars(Grammars):
@@ -89,48 +77,12 @@ class FrontStages(TextStages):
         return "schedule", outbox.has_started
 
 
-class JoinedPipeline:
-    """Joins the status of the front process's pipeline and that of the step loop to one of all seven stages.
-
-    They are in the order of the data flow, the loop before the stage that gets its tokens. `requests` and `tokens` name
-    the channels between the two.
-    """
-
-    def __init__(self, pipeline: Pipeline, requests: str, tokens: str, steps_in_flight: int) -> None:
-        loop = build_core_pipeline(*map(PortsOnly, CORE.values()), steps_in_flight=steps_in_flight).edges
-        to_loop, from_loop = reach = _reaching_edges(requests, tokens, pipeline)
-        places = [one for name in pipeline.stages for one in (*(CORE if name == from_loop.target.stage else ()), name)]
-        self._order = {name: place for place, name in enumerate(places)}
-        edges = [*loop, *pipeline.edges, *reach]
-        self._edges = tuple(sorted(edges, key=lambda edge: self._order[edge.source.stage]))
-        self._flow = {edge.name: place for place, edge in enumerate(self._edges)}
-        self._reported = {*(edge.name for edge in loop), tokens}  # the others this process counts by itself
-        # a stage of one's own may be between the channels and their stages
-        names = {requests: to_loop.name, "->".join(TO_SCHEDULE): to_loop.name, tokens: from_loop.name}
-        self._names = {name: there for name, there in names.items() if name != there}
-
-    def join(
-        self, own: PipelineStatus, stages: Sequence[StageStatus], channels: Sequence[ChannelStatus]
-    ) -> PipelineStatus:
-        """The status of all; `stages` and `channels` are of the step loop."""
-        known = {**own.stages, **{stage.name: stage for stage in stages}}
-        joint = {**own.channels} | {channel.name: channel for channel in channels if channel.name in self._reported}
-        for name in self._names.keys() & joint.keys():
-            channel = replace(joint.pop(name), name=self._names[name])
-            joint[channel.name] = channel
-        flow = sorted(joint.items(), key=lambda pair: self._flow.get(pair[0], -1))
-        return PipelineStatus(
-            {name: self._renamed(known[name]) for name in self._order if name in known}, dict(flow), self._edges
-        )
-
-    def _renamed(self, stage: StageStatus) -> StageStatus:
-        """The stage, with the channels' names of the joint pipeline."""
-        names = self._names
-        if names.keys().isdisjoint({*stage.inputs.values(), stage.blocked_on}):
-            return stage
-        inputs = {port: names.get(name, name) for port, name in stage.inputs.items()}
-        blocked_on = stage.blocked_on and names.get(stage.blocked_on, stage.blocked_on)
-        return replace(stage, inputs=inputs, blocked_on=blocked_on)
+def join_with_loop(pipeline: Pipeline, to_loop: tuple[str, str], tokens: str, steps_in_flight: int) -> JoinedPipeline:
+    """The pipeline and the step loop as one. `to_loop` and `tokens` are the channels between the two."""
+    requests = "->".join(to_loop)
+    loop = build_core_pipeline(*map(PortsOnly, CORE.values()), steps_in_flight=steps_in_flight).edges
+    edges = _reaching_edges(requests, tokens, pipeline)
+    return JoinedPipeline(pipeline, CORE, loop, edges, (requests, "->".join(TO_SCHEDULE)), tokens)
 
 
 def _reaching_edges(requests: str, tokens: str, pipeline: Pipeline) -> tuple[Edge, Edge]:

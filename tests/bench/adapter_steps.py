@@ -102,10 +102,10 @@ async def measure(base: Path, folders: Sequence[Path], backend: str, seconds: fl
         engine.give_way()  # this and the next as a server does
         gc.collect()
         gc.freeze()  # else a collection scans all imported modules in a step: 200 ms where transformers is among them
-        times = StepTimes(engine.scheduler)
+        times = StepTimes(engine.core.stages.schedule.scheduler)
         names = [f"a{number}" if number < NUM_ADAPTERS else None for number in range(NUM_STREAMS)]
         streams = [asyncio.ensure_future(_drain(engine, name, number)) for number, name in enumerate(names)]
-        while engine.scheduler.num_running < NUM_STREAMS:  # noqa: ASYNC110
+        while engine.status().core.scheduler.num_running < NUM_STREAMS:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         await asyncio.sleep(seconds / 5)
         times.take()

@@ -55,7 +55,7 @@ class Bench:
         self.batch = batch
         self.num_tokens = num_tokens
         self.spent_s = 0.0  # by the device thread, on masks and choices
-        sampler = engine._require_parts().loaded.sampler
+        sampler = engine.core.stages.loaded.sampler
         masks = sampler.masks
         for name in ("read", "over", "advance"):
             setattr(masks, name, self._timed(getattr(masks, name)))

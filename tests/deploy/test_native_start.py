@@ -169,7 +169,7 @@ def test_an_idle_engine_has_memory_for_its_next_tokens_before_they_come() -> Non
 
     async def main() -> None:
         async with Engine(EngineConfig(device="cpu")) as engine:
-            cache: NativeCache = engine._parts.loaded.runner.cache  # type: ignore[union-attr, attr-defined]
+            cache: NativeCache = engine.core.stages.loaded.runner.cache  # type: ignore[union-attr, attr-defined]
             token_bytes = cache.data[cache.at(0)].nbytes / cache.block_size
             await asyncio.to_thread(cache.ahead.join)
             begun = cache.ahead.num_taken
@@ -191,7 +191,7 @@ def test_an_idle_engine_has_all_the_memory_of_a_cache_whose_size_was_given(
 
     async def main() -> None:
         async with Engine(EngineConfig(device="cpu", **given)) as engine:  # type: ignore[arg-type]
-            cache: NativeCache = engine._parts.loaded.runner.cache  # type: ignore[union-attr, attr-defined]
+            cache: NativeCache = engine.core.stages.loaded.runner.cache  # type: ignore[union-attr, attr-defined]
             await asyncio.to_thread(cache.ahead.join)
             assert cache.ahead.num_taken >= cache.data.nbytes
 
@@ -206,7 +206,7 @@ def test_an_idle_engine_takes_no_memory_ahead_where_its_container_has_little_lef
 
     async def main() -> int:
         async with Engine(EngineConfig(device="cpu", kv_cache_bytes=256 << 20)) as engine:
-            cache: NativeCache = engine._parts.loaded.runner.cache  # type: ignore[union-attr, attr-defined]
+            cache: NativeCache = engine.core.stages.loaded.runner.cache  # type: ignore[union-attr, attr-defined]
             await asyncio.to_thread(cache.ahead.join)
             return cache.ahead.num_taken
 

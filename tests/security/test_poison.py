@@ -84,9 +84,9 @@ class Poison:
         if self._native is None:
             self._halves = [half for i in range(runner.decoder.spec.num_layers) for half in cache.layer(i)]
         self._value = value
-        pool = engine.pool
-        push, evict, has_host = pool._push, pool._evict, engine.host_tier is not None
-        cache, is_spared = engine.prefix_cache, False
+        pool = engine.core.stages.allocate.allocator.pool
+        push, evict, has_host = pool._push, pool._evict, engine.core.stages.allocate.allocator.host is not None
+        cache, is_spared = engine.core.stages.allocate.allocator.cache, False
 
         def push_poisoned(blocks: Any) -> None:
             is_lost = [not is_spared or (cache is not None and cache.is_tail(block)) for block in blocks.tolist()]
@@ -126,9 +126,13 @@ async def ask_all(model: Path, asks: list[Ask], settings: dict[str, Any], poison
                 return answer
 
         answers = [answer.outputs for answer in await asyncio.gather(*map(one, asks))]
-        num_hits = 0 if engine.prefix_cache is None else engine.prefix_cache.num_hits
+        num_hits = (
+            0
+            if engine.core.stages.allocate.allocator.cache is None
+            else engine.core.stages.allocate.allocator.cache.num_hits
+        )
         num_poisoned = 0 if poisoned is None else poisoned.num_poisoned
-        return Run(answers, engine.scheduler.num_preemptions, num_hits, num_poisoned)
+        return Run(answers, engine.status().core.scheduler.num_preemptions, num_hits, num_poisoned)
 
 
 @dataclass(frozen=True)

@@ -20,20 +20,24 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.pipeline import NotServing
 from millrace.runtime.simulation.run import SimEnv, SimResult, run
 from millrace.stages.config import EngineConfig
+from millrace.stages.engine.core import EngineSetup
+from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import Failed, Unavailable
-from millrace.stages.fleet.fleet_engine import FleetEngine
-from millrace.stages.fleet.fleet_requests import FleetRequests
+from millrace.stages.fleet.fleet_processes import FleetProcesses
+from millrace.stages.fleet.hosts import HereHosts
 from millrace.stages.fleet.placement import Place
 from millrace.stages.messages import StepTokens, TokenRequest
 from millrace.stages.outputs import ModelInfo
 from millrace.stages.split.engine_core import EngineCore
+from millrace.stages.split.remote_core import RemoteCore
 from millrace.stages.testing.scripted.engine import _async_model, _check_violations, _device, _loaded, _model, _resolved
 from tests.simulation.memory_link import MemoryChild, in_memory
 from tests.simulation.setups import POLICIES as ONE_PROCESS
@@ -140,7 +144,7 @@ class FleetWorld(World):
         raise AssertionError("each child loads for itself")
 
     async def _live(self, engine: SimFleet) -> Report:
-        self.parts: Any = engine._front()
+        self.parts: Any = engine.core.front
         self.parts.exit.on_end.append(lambda box, cause, error: self._on_end(box.request_id, cause))
         merge = self.parts.merge.handle
 
@@ -180,7 +184,7 @@ class FleetWorld(World):
     async def _tick(self) -> None:
         while True:
             await self.env.sleep(TICK_S)
-            self.engine._check_processes(0.0)
+            self.engine.core.check_processes(0.0)
             self.check_owners()
 
     # -- strikes
@@ -193,9 +197,12 @@ class FleetWorld(World):
             self._strike(strike)
 
     def _strike(self, strike: Strike) -> None:
-        loads = {core.index: self.engine._table.load_of(core.index) for core in self.engine.cores}
+        loads = {
+            core.index: self.engine.core.processes.table.load_of(core.index)
+            for core in self.engine.core.processes.cores
+        }
         busiest = max(loads, key=lambda index: (loads[index].num_requests, index))
-        core = self.engine.cores[busiest if strike.core is None else strike.core]
+        core = self.engine.core.processes.cores[busiest if strike.core is None else strike.core]
         child = None if core.client is None else core.client._child
         if strike.kind == "start.fails":
             self.num_starts_to_fail = min(MAX_FAILED_STARTS, self.num_starts_to_fail + 1)
@@ -230,7 +237,7 @@ class FleetWorld(World):
         ):
             self.kills[poison] += 1
             self.strikes[POISON] += 1
-            live = self.engine._table._live.get(poison)
+            live = self.engine.core.processes.table._live.get(poison)
             most = 2 if live is None or not live.num_deaths_unrun else 3
             _note(self, self.kills[poison] <= most, f"I20: {poison} has ended {self.kills[poison]} processes of {most}")
             child.kill()
@@ -241,12 +248,12 @@ class FleetWorld(World):
         """I15 and I18."""
         owners: Counter[str] = Counter()
         for child in self.children:
-            core = next((core for core in self.engine.cores if _child_of(core) is child), None)
+            core = next((core for core in self.engine.core.processes.cores if _child_of(core) is child), None)
             if core is not None and core.client is not None and core.client.is_open:
                 owners.update(child.process._exit.live.keys() & self.parts.exit.live.keys())
         several = [request_id for request_id, count in owners.items() if count > 1]
         _note(self, not several, f"I15: {several} are in several processes at once")
-        for core in self.engine.cores:
+        for core in self.engine.core.processes.cores:
             is_lost = core.client is None or not core.client.is_open
             _note(self, not (is_lost and core.tokens.num_owed), f"I18: credits for the lost link of {core.index}")
             is_dirty = is_lost and core.keeper is not None and core.keeper.away is not None and len(core.requests)
@@ -267,10 +274,13 @@ class FleetWorld(World):
         """I16."""
         engine = self.engine
         _require(not self.parts.exit.live, f"I16: requests are left: {sorted(self.parts.exit.live)}")
-        _require(not engine._table.request_ids(), f"I16: the table has {engine._table.request_ids()}")
+        _require(
+            not engine.core.processes.table.request_ids(),
+            f"I16: the table has {engine.core.processes.table.request_ids()}",
+        )
         _require(not any(one["num_requests"] or one["work"] for one in engine.engines), f"I16: {engine.engines}")
         _require(not self.parts.detokenize.num_sequences, "I16: detokenize still knows sequences")
-        for core in engine.cores:
+        for core in engine.core.processes.cores:
             child = _child_of(core)
             if child is None or not core.is_serving:
                 continue
@@ -335,13 +345,18 @@ class FleetChild(MemoryChild):
         return _loaded(config, self.model), device
 
 
-class SimFleet(FleetEngine):
+class SimFleet(Engine):
     """A fleet without model files."""
 
     def __init__(self, config: EngineConfig, world: FleetWorld, env: SimEnv) -> None:
-        self._world = world
-        super().__init__(_resolved(config, {}), env=env)
-        table = cast(FleetRequests, self._table)
+        async def read_text(config: EngineConfig, phases: Any, env: Any) -> Callable[[ModelInfo], Any]:
+            loaded = _loaded(config, _model(config, world.script, env))
+            return lambda info: replace(loaded, info=info)
+
+        processes = partial(FleetProcesses, make_hosts=SimHosts)
+        core = partial(RemoteCore, make_processes=processes, read_text=read_text, warm_up=None)
+        super().__init__(_resolved(config, {}), core=core, env=env)
+        table: Any = self.core.processes.table
         table.group_from = world.drawn.group_from
         note, note_death, sent = table.note, table.note_death, table.sent
 
@@ -363,15 +378,13 @@ class SimFleet(FleetEngine):
         table.note, table.note_death = note_and_check, note_guilty  # type: ignore[method-assign]
         table.sent = check_and_send  # type: ignore[method-assign]
 
-    def _make_places(self) -> list[Place]:
-        return [Place(self.config)] * self.config.data_parallel_size
 
-    async def _read_text(self, phases: Any) -> Callable[[ModelInfo], Any]:
-        loaded = _loaded(self.config, _model(self.config, self._world.script, self._env))
-        return lambda info: replace(loaded, info=info)
+class SimHosts(HereHosts):
+    """Without a look at this machine."""
 
-    async def _warm_up_or_die(self, core: EngineCore) -> None:
-        """Does nothing: there is no lazy initialization."""
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+        self._places = [Place(setup.config)] * setup.config.data_parallel_size
 
 
 def _child_of(core: EngineCore) -> FleetChild | None:

@@ -11,12 +11,12 @@ import numpy as np
 from pytest import MonkeyPatch
 
 from millrace.runtime.channel import Channel
-from millrace.stages.fleet.fleet_engine import FleetEngine
 from millrace.stages.fleet.fleet_requests import FleetRequests
 from millrace.stages.fleet.merged_channel import CoreEnd, CoreTokens, MergedChannel
 from millrace.stages.fleet.resuming import Resuming
 from millrace.stages.fleet.stage import Merge
 from millrace.stages.split.process_client import EngineClient
+from millrace.stages.split.remote_core import RemoteCore
 from tests.simulation.fleet import run_fleet_seed
 from tests.simulation.planting import Bug, changed
 
@@ -130,14 +130,14 @@ def end_told_to_another() -> AbstractContextManager[None]:
     """Another process is told that a request has ended."""
 
     def change(ended: Any) -> Any:
-        def misled(self: FleetEngine, *arguments: Any) -> None:
+        def misled(self: RemoteCore, *arguments: Any) -> None:
             ended(self, *arguments)
-            num_cores = len(self.cores)
+            num_cores = len(self.processes.cores)
             self._gone[-1:] = [(a, b, None if c is None else (c + 1) % num_cores) for a, b, c in self._gone[-1:]]
 
         return misled
 
-    return changed(FleetEngine, "_request_ended", change)
+    return changed(RemoteCore, "_request_ended", change)
 
 
 def death_of_another() -> AbstractContextManager[None]:

@@ -29,9 +29,10 @@ from millrace.stages.config import EngineConfig
 from millrace.stages.device.device import Device
 from millrace.stages.device.device_guard import PROBE_S
 from millrace.stages.device.step_watch import LEAST_RATE, USUAL_FACTOR, work_of
+from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import Failed, Unavailable
 from millrace.stages.outputs import ModelInfo
-from millrace.stages.split.split_engine import SplitEngine
+from millrace.stages.split.remote_core import RemoteCore
 from millrace.stages.testing.scripted.async_device import AsyncScriptedDevice, AsyncScriptedModel
 from millrace.stages.testing.scripted.engine import _async_model, _loaded, _resolved
 from tests.simulation.memory_link import in_memory
@@ -209,7 +210,7 @@ class SplitWorld(World):
 
     async def live(self) -> Report:
         with in_memory(self.env, self._load):
-            engine = _SimSplitEngine(self.setup.config, self, env=self.env)
+            engine = _split_engine(self.setup.config, self, self.env)
             await engine.start()
             try:
                 return await self._live(engine)
@@ -218,10 +219,10 @@ class SplitWorld(World):
                 await self.env.aclose()
                 self.failure.cancel()
 
-    async def _live(self, engine: SplitEngine) -> Report:
-        self.parts: Any = engine._front()
+    async def _live(self, engine: Engine) -> Report:
+        self.parts: Any = engine.core.front
         self.parts.exit.on_end.append(lambda box, cause, error: self._on_end(box.request_id, cause))
-        keeper = engine.cores[0].keeper
+        keeper = engine.core.processes.cores[0].keeper
         assert keeper is not None
         note_broken = keeper.note_broken
 
@@ -254,19 +255,15 @@ class SplitWorld(World):
         return _loaded(config, model), device
 
 
-class _SimSplitEngine(SplitEngine):
+def _split_engine(config: EngineConfig, world: SplitWorld, env: SimEnv) -> Engine:
     """A split engine without model files: each process gets a scripted device."""
 
-    def __init__(self, config: EngineConfig, world: SplitWorld, env: SimEnv) -> None:
-        super().__init__(_resolved(config, {}), env=env)
-        self._world = world
-
-    async def _read_text(self, phases: Phases) -> Callable[[ModelInfo], Any]:
-        loaded = _loaded(self.config, _async_model(self.config, self._world.script, self._env))
+    async def read_text(config: EngineConfig, phases: Phases, env: Any) -> Callable[[ModelInfo], Any]:
+        loaded = _loaded(config, _async_model(config, world.script, env))
         return lambda info: replace(loaded, info=info)
 
-    async def _warm_up_or_die(self, core: Any) -> None:
-        """Does nothing: there is no lazy initialization."""
+    core = partial(RemoteCore, read_text=read_text, warm_up=None)
+    return Engine(_resolved(config, {}), core=core, env=env)
 
 
 def run_lost_seed(seed: int, steps_in_flight: int, *, is_split: bool) -> Report:

@@ -65,8 +65,8 @@ async def run(
     env.streams = streams
     try:
         async with Engine(model=str(checkpoint), env=env, **{**SMALL, **settings}) as engine:
-            if engine.host_tier is not None:
-                engine.host_tier.rates = None  # swap whenever there is room
+            if engine.core.stages.allocate.allocator.host is not None:
+                engine.core.stages.allocate.allocator.host.rates = None  # swap whenever there is room
             prepare(engine)
             model = engine.pipeline.stages["execute"].runner  # type: ignore[attr-defined]
             device = engine.pipeline.stages["execute"].device  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ async def run(
 
 def _counts(engine: Engine, model: Any, device: Any) -> tuple[int, int, int, int, int]:
     """Preemptions, then attended and eager steps, steps, and gaps of an asynchronous device, so far."""
-    num_preemptions = engine.scheduler.num_preemptions
+    num_preemptions = engine.status().core.scheduler.num_preemptions
     if not isinstance(model, AsyncModel):
         return num_preemptions, 0, 0, 0, 0
     line, num_gaps = model.line, device.idle_gaps_us.num_observed

@@ -77,7 +77,7 @@ def record(
 
     async def live(env: SimEnv) -> ScriptedPipeline:
         parts = scripted_pipeline(config, script, env)
-        recorder = parts.record(path, config, env)
+        recorder = parts.core.record(path, config, env)
         if look is not None:
             _look_after_each_call(parts, look)
         dice = Random(f"clients/{seed}")

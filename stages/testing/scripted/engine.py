@@ -9,15 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....model.pooling import PoolingConfig
 from ....model.text.vocabulary import Vocabulary
 from ....runtime.env.env import Env
+from ....runtime.histogram import Histogram
+from ....runtime.pipeline import NotServing
 from ....runtime.startup.phases import Phases
+from ...allocate.block_pool import BlockPool, BlockTables
+from ...allocate.host_tier import HostTier
+from ...allocate.prefix_cache import PrefixCache
 from ...config import EngineConfig, resolve_step_size
 from ...device.device import Device
+from ...engine.core import EngineSetup
 from ...engine.engine import Engine
+from ...engine.local_core import LocalCore
 from ...engine.placed_stages import PlacedStage
 from ...engine.wiring import EngineStages
 from ...grammar.compiled import Grammars
@@ -25,13 +32,11 @@ from ...messages import Ints
 from ...outputs import ModelInfo
 from ...params import SamplingParams
 from ...request_limits import longest_sequence
+from ...schedule.scheduler import Scheduler
 from .async_device import AsyncScriptedDevice, AsyncScriptedModel
 from .byte_tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
 from .device import ScriptedDevice, ScriptedModel
 from .script import EMBEDDING_SIZE, Script
-
-if TYPE_CHECKING:
-    from ...loading.model import LoadedModel
 
 CONTEXT, NUM_BLOCKS = 512, 256  # of the scripted model; blocks of 16 tokens
 SMALL = EngineConfig(
@@ -58,17 +63,68 @@ class ScriptedEngine(Engine):
         stages: Sequence[PlacedStage | str] = (),
         **overrides: Any,
     ) -> None:
-        super().__init__(_resolved(config, overrides), env=env, stages=stages)
+        assert not (is_async and step_s), "step_s must be 0 with is_async: the streams decide how long a step takes"
+        super().__init__(_resolved(config, overrides), core=self._make_core, env=env, stages=stages)
         if is_async:
-            assert not step_s, "step_s must be 0 with is_late: the streams decide how long a step takes"
             self.model: ScriptedModel = _async_model(self.config, script, self._env)
         else:
             self.model = _model(self.config, script, self._env, step_s)
 
+    def _make_core(self, setup: EngineSetup) -> LocalCore:
+        async def load(setup: EngineSetup) -> tuple[Any, Phases]:
+            phases = Phases(setup.env.now)
+            return _loaded(setup.config, self.model, phases), phases
+
+        self._local = LocalCore(setup, load=load, warm_up=None)  # there is no lazy initialization
+        return self._local
+
+    # -- the parts, for inspection
+
     @property
     def parts(self) -> EngineStages:
-        """The stages, for inspection."""
-        return self._core()
+        """The stages."""
+        if self._local.stages is None:
+            raise NotServing(self.health)
+        return self._local.stages
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Sequences, slots, counters."""
+        return self.parts.schedule.scheduler
+
+    @property
+    def pool(self) -> BlockPool:
+        """The KV blocks."""
+        return self.parts.allocate.allocator.pool
+
+    @property
+    def host_tier(self) -> HostTier | None:
+        """None if the engine has none."""
+        return self.parts.allocate.allocator.host
+
+    @property
+    def block_tables(self) -> BlockTables:
+        """Those of the running sequences."""
+        return self.parts.allocate.allocator.tables
+
+    @property
+    def prefix_cache(self) -> PrefixCache | None:
+        """None if it is off."""
+        return self.parts.allocate.allocator.cache
+
+    @property
+    def step_tokens(self) -> Histogram:
+        """Tokens computed per step, over all steps so far."""
+        return self.parts.allocate.step_tokens
+
+    @property
+    def idle_gaps_us(self) -> Histogram | None:
+        """As in `CoreStatus`."""
+        return self.parts.device.idle_gaps_us
+
+    def reset_prefix_cache(self) -> int:
+        """As `forget_prefixes`, without waiting."""
+        return self._local.reset_prefix_cache()
 
     async def check_quiet(self, timeout_s: float = 5.0) -> None:
         """Waits until nothing is left of any request.
@@ -81,16 +137,6 @@ class ScriptedEngine(Engine):
                 return check_quiet(self.parts, self.model)
             await self._env.sleep(0.002)
         check_quiet(self.parts, self.model)
-
-    async def _load(self) -> tuple[LoadedModel, Phases]:
-        phases = Phases(self._env.now)
-        return _loaded(self.config, self.model, phases), phases
-
-    def _make_device(self, loaded: LoadedModel) -> Device:
-        return _device(self.model)
-
-    async def _warm_up(self) -> None:
-        """Does nothing: there is no lazy initialization."""
 
     async def __aexit__(self, *exc_info: object) -> None:
         await super().__aexit__(*exc_info)
@@ -222,6 +268,9 @@ class _Scripted:
     runner: ScriptedModel
     sampler: ScriptedModel
     grammars: Grammars
+
+    def make_device(self) -> Device:
+        return _device(self.runner)
 
     def make_decoder(self, params: SamplingParams, prompt: Ints) -> Any:
         return self.tokenizer.decoder(params, prompt)

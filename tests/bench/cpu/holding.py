@@ -132,8 +132,8 @@ def memory_mib(engine: Engine, while_loading: float) -> dict[str, float]:
     """The most this process had since it was ready, and what is neither weights nor cache: runs of blocks of which any
     was used, and memory that was taken for those that come next. Besides, the most until then: weights take more
     before they are coded."""
-    assert isinstance(engine._parts, EngineStages)
-    cache: Any = engine._parts.loaded.runner.cache  # type: ignore[attr-defined]
+    assert isinstance(engine.core.stages, EngineStages)
+    cache: Any = engine.core.stages.loaded.runner.cache  # type: ignore[attr-defined]
     num_used = int(np.count_nonzero(cache.data[0].any(axis=(1, 2, 3))))
     used = num_used * cache.data[:, 0].nbytes
     taken = max(used, cache.ahead.num_taken)

@@ -114,7 +114,7 @@ class _Window:
         params = SamplingParams(temperature=0.0, max_tokens=min(1500, room), ignore_eos=True)
         async for output in self._engine.generate(ids, params):
             self._counts[place] = output.num_generated_tokens
-            step = self._engine.scheduler.completed_step
+            step = self._engine.core.stages.schedule.scheduler.completed_step
             if not self.looks and min(self._counts) > 2:
                 self.looks.append(self._look())
             elif len(self.looks) == 1 and step >= self.looks[0].step + NUM_STEPS:
@@ -123,13 +123,14 @@ class _Window:
 
     def _look(self) -> _Look:
         times = native_of(self._engine).time_phases().copy()
-        return _Look(time.perf_counter(), self._engine.scheduler.completed_step, times, sum(self._counts))
+        step = self._engine.core.stages.schedule.scheduler.completed_step
+        return _Look(time.perf_counter(), step, times, sum(self._counts))
 
 
 def native_of(engine: Engine) -> NativeModel:
     """What computes the steps of an engine in this process."""
-    assert isinstance(engine._parts, EngineStages)
-    native = engine._parts.loaded.runner.decoder.model  # type: ignore[attr-defined]
+    assert isinstance(engine.core.stages, EngineStages)
+    native = engine.core.stages.loaded.runner.decoder.model  # type: ignore[attr-defined]
     assert isinstance(native, NativeModel)
     return native
 

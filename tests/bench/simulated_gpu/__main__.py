@@ -25,6 +25,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,7 +39,7 @@ from millrace.stages.engine.results import read_outputs
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams
 from millrace.stages.request_limits import as_token_ids
-from millrace.stages.split.split_engine import SplitEngine
+from millrace.stages.split.remote_core import RemoteCore
 from tests.bench.gpu.parts.workload import Requests, requests_of
 from tests.bench.pipeline_cost import Timed, start_timed
 from tests.bench.shapes import write_tokenizer
@@ -115,8 +116,8 @@ async def running(mode: str, speed: float, launch_us: float, **settings: Any) ->
         write_tokenizer(folder, VOCAB_SIZE)
         if mode == "split":
             os.environ[child.DEVICE] = json.dumps([launch_us / GRAPHS_A_STEP, speed])
-            engine: Engine = SplitEngine(model=str(folder), env=env, **{**SIZES, **settings})
-            engine.module = child.__name__  # type: ignore[attr-defined]
+            core = partial(RemoteCore, module=child.__name__)
+            engine = Engine(core=core, model=str(folder), env=env, **{**SIZES, **settings})
         else:
             env.streams = streams
             engine = Engine(model=str(folder), env=env, **{**SIZES, **settings})
@@ -189,8 +190,7 @@ async def _ask(engine: Engine, number: int, prompt: list[int], num_answer: int) 
 
 
 async def _idle_us(engine: Engine) -> float:
-    if isinstance(engine, SplitEngine):
-        await engine.refresh()
+    await engine.refresh()
     core = engine.status().core
     gaps = None if core is None else core.idle_gaps_us
     assert gaps is not None

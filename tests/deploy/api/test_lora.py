@@ -122,7 +122,7 @@ def test_a_mixed_batch_answers_as_the_merged_checkpoints_do_and_its_recording_re
             answers = await asyncio.gather(*(tokens(engine, PROMPTS[number], name) for name, number in mix))
             for key, answer in zip(mix, answers, strict=True):
                 assert answer == wanted[key], key
-            scheduler, adapters = engine.scheduler, engine.adapters
+            scheduler, adapters = engine.core.stages.schedule.scheduler, engine.adapters
             assert scheduler.adapters is not None and scheduler.adapters.slots.num_loads >= 3
             assert scheduler.num_preemptions, "the pool is too small for all, so that some are preempted"
             await engine.pin_adapter("two")
@@ -191,8 +191,9 @@ def test_a_load_that_raises_ends_its_requests_alone_and_the_recording_replays(
             await asyncio.gather(answers("one"), fails("two"), answers("three"), answers(None))
             await asyncio.gather(fails("two"), fails("two"))
             await answers(None)
-            assert engine.scheduler.num_preemptions == 0 and not engine.scheduler.sequences
-            engine.scheduler.check()
+            scheduler = engine.core.stages.schedule.scheduler
+            assert scheduler.num_preemptions == 0 and not scheduler.sequences
+            scheduler.check()
 
     asyncio.run(live())
     assert Replay(Recording(path)).run().difference is None
@@ -207,10 +208,11 @@ def test_observers_see_adapters_in_slots_who_waits_for_one_and_who_got_it(
         slow = {"inject": ("stage=execute,delay=50ms",), "max_loras": 1, "record": str(path)}
         async with engine_of(folder, **slow) as engine:
             first = asyncio.ensure_future(tokens(engine, PROMPTS[0], "one", request_id="first", priority=5))
-            while not engine.scheduler.num_running:  # noqa: ASYNC110 - of other tasks
+            while not engine.status().core.scheduler.num_running:  # noqa: ASYNC110 - of other tasks
                 await asyncio.sleep(0.001)
             second = asyncio.ensure_future(tokens(engine, PROMPTS[1], "two", request_id="second", priority=5))
-            while not (engine.scheduler.adapters and len(engine.scheduler.adapters)):  # noqa: ASYNC110
+            scheduler = engine.core.stages.schedule.scheduler
+            while not (scheduler.adapters and len(scheduler.adapters)):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             status = engine.status(with_sequences=True)
             rows = {row["id"]: row for row in LiveRequests().page(engine, status, RequestWindow())["rows"]}
@@ -268,7 +270,7 @@ def test_swaps_of_a_name_under_load_give_no_stale_answer(folder: Path, wanted: A
                 published = begun
                 assert await tokens(engine, PROMPTS[0], "swapped") == wanted[NAMES[begun % 3], 0]
             await asyncio.gather(*load)
-            assert num_streamed >= 4 and engine.prefix_cache is not None and engine.prefix_cache.num_hits
+            assert num_streamed >= 4 and engine.status().core.cache.prefixes.num_hits
             print(f"{num_swaps} swaps, {num_streamed} answers beside them")
             last = asyncio.ensure_future(tokens(engine, PROMPTS[1], "swapped"))
             await asyncio.sleep(0.01)
@@ -276,7 +278,7 @@ def test_swaps_of_a_name_under_load_give_no_stale_answer(folder: Path, wanted: A
             assert await last == wanted[NAMES[begun % 3], 1], "it had begun"
             with pytest.raises(Refused, match="no adapter of that name"):
                 await tokens(engine, PROMPTS[0], "swapped")
-            engine.scheduler.check()
+            engine.core.stages.schedule.scheduler.check()
 
     asyncio.run(live())
 

@@ -60,7 +60,7 @@ def test_an_adapter_is_removed_when_its_requests_have_ended_or_with_force(
             for query in ("?timeout_s=x", "?timeout_s=-1", "?timeout_s=nan"):
                 assert (await send(client, "DELETE", f"/admin/adapters/a%2Fb{query}", **ADMIN))[0] == 400
             asked = [asyncio.ensure_future(send(client, "POST", "/v1/completions", LONG | {"model": "a/b"}))]
-            while not engine.scheduler.num_running:  # noqa: ASYNC110 - of other tasks
+            while not engine.status().core.scheduler.num_running:  # noqa: ASYNC110 - of other tasks
                 await asyncio.sleep(0.001)
             removed = await send(client, "DELETE", "/admin/adapters/a%2Fb?timeout_s=0.05", **ADMIN)
             assert removed == (200, {"name": "a/b", "in_progress": 1, "ended": 0})
@@ -69,7 +69,7 @@ def test_an_adapter_is_removed_when_its_requests_have_ended_or_with_force(
             assert (await send(client, "POST", "/v1/completions", LONG | {"model": "a/b"}))[0] == 404
 
             both = [asyncio.ensure_future(send(client, "POST", "/v1/completions", LONG | {"model": "one"}))]
-            while not engine.scheduler.num_running:  # noqa: ASYNC110
+            while not engine.status().core.scheduler.num_running:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             removed = await send(client, "DELETE", "/admin/adapters/one?force=true", **ADMIN)
             assert removed == (200, {"name": "one", "in_progress": 0, "ended": 1})

@@ -140,4 +140,4 @@ def test_without_ray_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
 
 def test_engines_on_other_nodes_take_none_of_the_drivers_memory() -> None:
     engine = RayEngine(EngineConfig(executor="ray", data_parallel_size=3))
-    assert engine._config_of_text.data_parallel_size == 1 and engine.config.data_parallel_size == 3
+    assert engine.core.processes.config_of_text().data_parallel_size == 1 and engine.config.data_parallel_size == 3

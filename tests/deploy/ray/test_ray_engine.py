@@ -87,7 +87,7 @@ async def struck(engine: RayEngine, index: int, strike: Callable[[], object]) ->
     """The answers of all streams, whose engine is struck in their middle, and the time until all went on."""
     streams = Streams(engine)
     await streams.until_each_has(5)
-    core, struck_s = engine.cores[index], time.monotonic()
+    core, struck_s = engine.core.processes.cores[index], time.monotonic()
     on_thread = asyncio.ensure_future(asyncio.to_thread(strike))
     while core.is_serving:  # noqa: ASYNC110 - what another process does
         await asyncio.sleep(0.001)
@@ -99,7 +99,7 @@ async def struck(engine: RayEngine, index: int, strike: Callable[[], object]) ->
 
 async def until_all_serve(engine: RayEngine) -> None:
     async with asyncio.timeout(60):
-        while not all(core.is_serving for core in engine.cores):  # noqa: ASYNC110 - what other processes do
+        while not all(core.is_serving for core in engine.core.processes.cores):  # noqa: ASYNC110 - what other processes do
             await asyncio.sleep(0.02)
 
 
@@ -110,20 +110,23 @@ def test_answers_survive_the_deaths_of_an_actor_and_of_a_node(
         began_s = time.monotonic()
         async with RayEngine(config(nodes, data_parallel_size=2, ray_placement="strict_spread")) as engine:
             start_s = time.monotonic() - began_s
-            assert set(engine.executor.placed) == {node.node_id for node in nodes.nodes}
+            assert set(engine.core.processes.hosts.executor.placed) == {node.node_id for node in nodes.nodes}
             due = await Streams(engine).task
-            pid = engine.cores[0].pid
+            pid = engine.core.processes.cores[0].pid
             assert pid is not None and pid in actors_alive()
             found, actor_s = await struck(engine, 0, lambda: os.kill(pid, signal.SIGKILL))
             assert found == due and engine.num_deaths == 1
             await until_all_serve(engine)
 
             nodes.add()
-            lost = engine.executor.placed[1]
+            lost = engine.core.processes.hosts.executor.placed[1]
             found, node_s = await struck(engine, 1, lambda: nodes.remove(lost))
             assert found == due and engine.num_deaths == 2
             await until_all_serve(engine)
-            assert lost not in engine.executor.placed and len(set(engine.executor.placed)) == 2
+            assert (
+                lost not in engine.core.processes.hosts.executor.placed
+                and len(set(engine.core.processes.hosts.executor.placed)) == 2
+            )
             assert await Streams(engine).task == due
             size = resident_bytes()
         told = {"start_s": start_s, "actor_s": actor_s, "node_s": node_s, "resident_mb": size / 1e6}
@@ -139,8 +142,10 @@ def test_answers_survive_the_deaths_of_an_actor_and_of_a_node(
 def test_engines_are_placed_as_asked(nodes: RayNodes) -> None:
     with LLM(config=config(nodes, data_parallel_size=2, ray_placement="strict_pack")) as llm:
         engine = llm.engine
-        assert isinstance(engine, RayEngine) and len(set(engine.executor.placed)) == 1
-        assert engine.executor.config_for(0, [0, 1]).data_parallel_size == 2  # which share the node's memory
+        assert isinstance(engine, RayEngine) and len(set(engine.core.processes.hosts.executor.placed)) == 1
+        assert (
+            engine.core.processes.hosts.executor.config_for(0, [0, 1]).data_parallel_size == 2
+        )  # which share the node's memory
         answers = llm.generate(PROMPTS[:2], SamplingParams(max_tokens=4, temperature=0.0), use_tqdm=False)
         assert [len(one.outputs[0].token_ids) for one in answers] == [4, 4]
 

@@ -55,7 +55,7 @@ class Watch:
     preemptions: Counter[int] = field(default_factory=Counter)  # by sequence
 
     def __post_init__(self) -> None:
-        self.scheduler = self.engine.scheduler  # the engine has none any more when it has stopped
+        self.scheduler = self.engine.core.stages.schedule.scheduler  # the engine has none any more when it has stopped
         allocator: Any = self.engine.pipeline.stages["allocate"].allocator  # type: ignore[attr-defined]
         serve = allocator.serve
 

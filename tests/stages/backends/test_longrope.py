@@ -52,7 +52,7 @@ def test_answers_across_the_length_where_factors_change_are_those_of_transformer
             check(answers, outputs)
         assert outputs[0].num_cached_tokens == 60 and outputs[2].num_cached_tokens == 64
         assert outputs[0].metrics is not None and outputs[0].metrics["preemptions"] == 1
-        assert dict(llm.engine.scheduler.preemptions) == {("recompute", "rope"): 4}
+        assert dict(llm.engine.status().core.scheduler.preemptions) == {("recompute", "rope"): 4}
 
 
 def test_an_answer_streamed_across_the_change_loses_and_repeats_nothing(entry: Entry, answers: list[Answer]) -> None:
@@ -69,7 +69,7 @@ def test_an_answer_streamed_across_the_change_loses_and_repeats_nothing(entry: E
                 assert ids == answer.token_ids == [one.token_id for one in logprobs]
                 right = answer.logits.log_softmax(-1)[range(NUM_NEW), ids].tolist()
                 assert [one.logprob for one in logprobs] == pytest.approx(right, abs=TOLERANCE)
-            assert engine.scheduler.preemptions["recompute", "rope"] == 2
+            assert engine.status().core.scheduler.preemptions["recompute", "rope"] == 2
 
     with captured_logs():
         asyncio.run(stream())

@@ -60,7 +60,7 @@ def test_a_search_finds_the_same_among_others_without_memory_and_without_the_cac
     async def run(**settings: Any) -> tuple[Any, Any, int]:
         async with Engine(config(checkpoint, **settings)) as engine:
             made = await asyncio.gather(*(search(engine, prompt) for prompt in PROMPTS), others(engine))
-            return made[:-1], made[-1], engine.scheduler.num_preemptions
+            return made[:-1], made[-1], engine.status().core.scheduler.num_preemptions
 
     async def alone() -> list[Any]:
         async with Engine(config(checkpoint)) as engine:
@@ -86,10 +86,10 @@ def test_eight_beams_on_a_long_prompt_hold_little_more_than_its_blocks(tmp_path:
         ) as engine:
             asking = asyncio.ensure_future(engine.beam_search([5 + i % 600 for i in range(1000)], 8, 20))
             while not asking.done():
-                pool = engine.pool
+                pool = engine.core.stages.allocate.allocator.pool
                 peaks["used"] = max(peaks["used"], pool.num_in_use)
                 peaks["shared"] = max(peaks["shared"], pool.num_shared)
-                peaks["beams"] = max(peaks["beams"], engine.scheduler.num_running)
+                peaks["beams"] = max(peaks["beams"], engine.status().core.scheduler.num_running)
                 await asyncio.sleep(0)
             return await asking
 

@@ -67,9 +67,9 @@ async def everything(engine: Engine, prompts: list[list[int]], kinds: tuple[Kind
 
     others = drawn(2, (5, 40, 120))
     alone = [await generate(prompt) for prompt in others]
-    engine.reset_prefix_cache()
+    engine.core.reset_prefix_cache()
     vectors = asyncio.gather(*(embed(prompt, kind) for prompt in prompts for kind in kinds))
-    while not engine.scheduler.num_running:  # noqa: ASYNC110 - it has no event
+    while not engine.status().core.scheduler.num_running:  # noqa: ASYNC110 - it has no event
         await asyncio.sleep(0)
     among = await asyncio.gather(*(generate(prompt) for prompt in others))
     assert among == alone, "an embedding changed what another sequence generates"
@@ -91,10 +91,10 @@ def test_embeddings_are_transformers_pooled_hidden_states_in_any_company(checkpo
             for _ in range(10):  # preemptions depend on milliseconds: repeat until there are some
                 for vector, other in zip(await everything(engine, prompts, kinds), right, strict=True):
                     assert np.abs(vector - other).max() < TOLERANCE
-                if engine.scheduler.num_preemptions or "few" not in setting:
+                if engine.status().core.scheduler.num_preemptions or "few" not in setting:
                     break
-                engine.reset_prefix_cache()
-            return engine.scheduler.num_preemptions
+                engine.core.reset_prefix_cache()
+            return engine.status().core.scheduler.num_preemptions
 
     num_preemptions = asyncio.run(main())
     assert num_preemptions > 0 or "few" not in setting

@@ -175,10 +175,16 @@ def test_leaving_the_loop_early_gives_every_block_back(checkpoint):
             async for _ in engine.generate("Once", SamplingParams(max_tokens=100, ignore_eos=True)):
                 break
             for _ in range(200):
-                if engine.pool.num_available == engine.info.num_blocks and not engine.scheduler.sequences:
+                if (
+                    engine.core.stages.allocate.allocator.pool.num_available == engine.info.num_blocks
+                    and not engine.core.stages.schedule.scheduler.sequences
+                ):
                     break
                 await asyncio.sleep(0.005)
-            assert engine.pool.num_available == engine.info.num_blocks and not engine.scheduler.sequences
+            assert (
+                engine.core.stages.allocate.allocator.pool.num_available == engine.info.num_blocks
+                and not engine.core.stages.schedule.scheduler.sequences
+            )
             assert not engine.pipeline.exit.live
 
     live(test)
@@ -231,7 +237,7 @@ def test_stopping_ends_what_is_under_way_and_frees_threads_tasks_and_memory(chec
         with pytest.raises(NotServing):
             await engine.submit(Request("early", (Prompt(text="a"),), GREEDY))
         await engine.start()
-        weights = weakref.ref(engine._parts.loaded.runner.decoder)
+        weights = weakref.ref(engine.core.stages.loaded.runner.decoder)
         outbox = await engine.submit(Request("r", (Prompt(text="Once"),), SamplingParams(max_tokens=100)))
         await anext(outbox)
         await engine.stop()
@@ -419,8 +425,12 @@ def test_tokenizing_a_256k_token_prompt_leaves_the_loop_free(checkpoint):
 
     async def test() -> None:
         async with engine_of(checkpoint) as engine:
-            engine._parts.intake.limits = RequestLimits(vocab_size=640, max_model_len=1_000_000)  # no limit at intake
-            engine._parts.tokenize.limits = RequestLimits(vocab_size=640, max_model_len=200_000)  # counted to its end
+            engine.core.stages.intake.limits = RequestLimits(
+                vocab_size=640, max_model_len=1_000_000
+            )  # no limit at intake
+            engine.core.stages.tokenize.limits = RequestLimits(
+                vocab_size=640, max_model_len=200_000
+            )  # counted to its end
             tries = []
             while not tries or (tries[-1][0] >= tries[-1][1] and len(tries) < 3):
                 tries.append(await try_once(engine))

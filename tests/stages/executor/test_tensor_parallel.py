@@ -87,8 +87,8 @@ async def answers(engine: Engine, numbers: Sequence[int]) -> tuple[list[Said], s
     """(All at once, how sequences were preempted)"""
     async with engine:
         said = await asyncio.gather(*(answer(engine, number) for number in numbers))
-        engine.scheduler.check()
-        return list(said), {how for how, _ in engine.scheduler.preemptions}
+        engine.core.stages.schedule.scheduler.check()
+        return list(said), {how for how, _ in engine.status().core.scheduler.preemptions}
 
 
 def test_two_ranks_give_the_answers_of_one_with_every_feature(folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from millrace.stages.config import EngineConfig
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import RequestError
 from millrace.stages.fleet.fleet_engine import FleetEngine
+from millrace.stages.fleet.fleet_processes import FleetProcesses
 from millrace.stages.params import SamplingParams
+from millrace.stages.split.remote_core import RemoteCore
 from tests.stages.split.poisoned_process import POISON
 from tests.stages.split.test_split import is_idle
 
@@ -33,10 +36,10 @@ NOTICE_S = 0.2
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_000)]
 
 
-class PoisonedFleet(FleetEngine):
+def poisoned_fleet(**settings: Any) -> Engine:
     """Its engine processes are killed by the token `POISON`."""
-
     module = "tests.stages.split.poisoned_process"
+    return Engine(CONFIG, core=partial(RemoteCore, make_processes=FleetProcesses, module=module), **settings)
 
 
 async def answer(engine: Engine, prompt: Any, params: SamplingParams = GREEDY) -> str:
@@ -78,7 +81,7 @@ class Storm:
             due = now() + every_s
             while now() < due or not self.is_calm:  # noqa: ASYNC110 - what other processes do
                 await asyncio.sleep(0.01)
-            core = self.engine.cores[number % len(self.engine.cores)]
+            core = self.engine.core.processes.cores[number % len(self.engine.core.processes.cores)]
             assert core.pid is not None
             os.kill(core.pid, signal.SIGKILL)
             killed_s = now()
@@ -90,14 +93,14 @@ class Storm:
 
     @property
     def is_calm(self) -> bool:
-        resuming = self.engine._resuming
+        resuming = self.engine.core.processes.resuming
         assert resuming is not None
-        return all(core.is_serving for core in self.engine.cores) and not resuming.is_trying
+        return all(core.is_serving for core in self.engine.core.processes.cores) and not resuming.is_trying
 
 
 def test_answers_survive_deaths_and_a_request_that_kills_ends_alone_after_two() -> None:
     async def main() -> None:
-        async with PoisonedFleet(CONFIG, data_parallel_size=2) as engine:
+        async with poisoned_fleet(data_parallel_size=2) as engine:
             due = await due_from(engine)
             storm = Storm(engine)
             looking = asyncio.ensure_future(storm.look())
@@ -126,7 +129,7 @@ def test_answers_survive_deaths_and_a_request_that_kills_ends_alone_after_two() 
             await engine.refresh()
             assert is_idle(engine) and not engine.exit.live
             assert not any(one["num_requests"] for one in engine.engines)
-            pids = [core.pid for core in engine.cores]
+            pids = [core.pid for core in engine.core.processes.cores]
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid or 0, 0)
@@ -138,6 +141,6 @@ def test_answers_survive_deaths_and_a_request_that_kills_ends_alone_after_two() 
 def test_the_blocking_api_uses_several_engines() -> None:
     params = SamplingParams(max_tokens=20, temperature=0.0)
     with LLM(config=CONFIG, data_parallel_size=2) as llm, LLM(config=CONFIG) as one:
-        assert isinstance(llm.engine, FleetEngine) and len(llm.engine.cores) == 2
+        assert isinstance(llm.engine, FleetEngine) and len(llm.engine.core.processes.cores) == 2
         texts = [[answer.outputs[0].text for answer in each.generate(PROMPTS, params, False)] for each in (llm, one)]
         assert texts[0] == texts[1]

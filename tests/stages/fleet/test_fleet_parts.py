@@ -387,14 +387,14 @@ def test_settings_for_one_engine_are_refused_for_several(settings: dict[str, Any
 
 def test_a_successor_may_take_the_memory_that_is_free_for_those_that_are_being_started() -> None:
     engine = FleetEngine(data_parallel_size=3)
-    shares = [engine._config_of(core).data_parallel_size for core in engine.cores]
+    shares = [engine.core.processes.config_of(core).data_parallel_size for core in engine.core.processes.cores]
     assert shares == [3, 3, 3]
-    for core, away in zip(engine.cores, ("loading", None, "dead"), strict=True):
+    for core, away in zip(engine.core.processes.cores, ("loading", None, "dead"), strict=True):
         core.client = SimpleNamespace(is_open=away is None)  # type: ignore[assignment]
         core.keeper = SimpleNamespace(away=away and Health(away))  # type: ignore[assignment, arg-type]
-    assert engine._config_of(engine.cores[0]).data_parallel_size == 1
-    engine.cores[1].client = SimpleNamespace(is_open=False)  # type: ignore[assignment]
-    assert engine._config_of(engine.cores[0]).data_parallel_size == 2
+    assert engine.core.processes.config_of(engine.core.processes.cores[0]).data_parallel_size == 1
+    engine.core.processes.cores[1].client = SimpleNamespace(is_open=False)  # type: ignore[assignment]
+    assert engine.core.processes.config_of(engine.core.processes.cores[0]).data_parallel_size == 2
 
 
 def test_what_needs_one_engine_says_so_and_how_to_have_it() -> None:

@@ -53,7 +53,7 @@ async def ask(engine: SimFleet) -> None:
 
 
 def child_of(engine: SimFleet, index: int) -> Any:
-    client = engine.cores[index].client
+    client = engine.core.processes.cores[index].client
     assert client is not None
     return client._child
 
@@ -85,7 +85,7 @@ def test_a_process_that_starts_during_a_reset_has_nothing_to_forget() -> None:
         await env.sleep(0.001)
         assert await engine.forget_prefixes() > 0, "the other one answers"
         await env.sleep(STOPPED_S)
-        assert engine.cores[1].is_serving and child_of(engine, 1) is not gone
+        assert engine.core.processes.cores[1].is_serving and child_of(engine, 1) is not gone
         assert [len(cached(engine, index)) for index in range(2)] == [0, 0]
 
     simulate(test)

@@ -189,7 +189,7 @@ def test_a_preempted_answer_goes_on_in_its_grammar(checkpoint: Path) -> None:
             nonlocal preempted
             got = await asyncio.gather(*(answer(engine, one, [*PROMPT, i]) for i, one in enumerate(asked)))
             texts.append([one.text for one in got])
-            preempted = engine.scheduler.num_preemptions
+            preempted = engine.status().core.scheduler.num_preemptions
 
         # torch: native steps are so short that one answer is over when the next begins
         with_engine(checkpoint, test, attention_backend="torch", **overrides)

@@ -142,11 +142,11 @@ async def ask_alone_and_together() -> tuple[list[list[int]], list[list[int]], in
             return [choice.token_ids for choice in output.outputs]
 
         alone = [tokens for prompt in PROMPTS for tokens in await ask(prompt)]
-        assert engine.scheduler.num_preemptions == 0
+        assert engine.status().core.scheduler.num_preemptions == 0
         together = [tokens for found in await asyncio.gather(*map(ask, PROMPTS)) for tokens in found]
         for tokens in alone:
             assert tuple(tokens[NUM_THOUGHTS : NUM_THOUGHTS + len(ids[1])]) == ids[1]
-        return alone, together, engine.scheduler.num_preemptions
+        return alone, together, engine.status().core.scheduler.num_preemptions
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def serve(
 
     async def live(env: SimEnv) -> ScriptedPipeline:
         parts = scripted_pipeline(config, script or Script(answer=patchwork), env)
-        recorder = parts.record(path, config, env)
+        recorder = parts.core.record(path, config, env)
         async with parts.pipeline:
             await asyncio.gather(*(ask(parts, number, env) for number in range(12)))
             await env.sleep(0.1)  # a client may get the end of its answer before schedule does
@@ -176,7 +176,7 @@ def test_a_real_model_guessed_and_accepted_what_is_told_of_it(tmp_path: Path):
                 params = SamplingParams(max_tokens=150, temperature=temperature, seed=3, ignore_eos=True)
                 async for _ in engine.generate("a b c d a b c d a b c d a b", params):
                     pass
-            return engine.scheduler.speculation.num_accepted_tokens
+            return engine.status().core.scheduler.drafts.num_accepted_tokens
 
     num_accepted = asyncio.run(live())
     num_guesses, num_drafts = check_against_what_happened(tmp_path / "run.jsonl")

@@ -143,7 +143,7 @@ def serve_while(tmp_path: Path, spoil: Any) -> tuple[Recording, list[dict[str, A
 
     async def live(env: SimEnv) -> None:
         parts = scripted_pipeline(TIGHT, env=env)
-        recorder = parts.record(tmp_path / "run.jsonl", TIGHT, env)
+        recorder = parts.core.record(tmp_path / "run.jsonl", TIGHT, env)
         spoil(recorder, parts)
         async with parts.pipeline:
             for request in requests(10):

@@ -106,7 +106,7 @@ def test_one_engine_serves_those_that_ask_and_others_as_without_it(kind: type[En
             assert [list(ids) for ids in found[::2]] == due and found[1] == found[3] == plain
             assert not {5, 9} & set(plain)
             if kind is Engine:
-                parts: Any = engine._parts
+                parts: Any = engine.core.stages
                 ahead = getattr(parts.core.loaded.runner, "ahead", None)  # of the native runner
                 before = 0 if ahead is None else ahead.num_handed_over
                 for _ in range(50):  # a busy machine may be late with each of few steps

@@ -105,7 +105,7 @@ async def test_each_is_told_once_though_prompts_are_cut_and_preempted_on_their_w
             answers = await asyncio.gather(
                 *(ask(engine, prompt, max_tokens=9, ignore_eos=True, n=1 + len(prompt) % 2) for prompt in asked)
             )
-            assert engine.scheduler.num_preemptions > 0
+            assert engine.status().core.scheduler.num_preemptions > 0
             for prompt, answer in zip(asked, answers, strict=True):
                 check_scripted(prompt, answer.prompt_logprobs)
                 assert [len(choice.token_ids) for choice in answer.outputs] == [9] * len(answer.outputs)

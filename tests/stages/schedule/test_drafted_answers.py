@@ -43,7 +43,7 @@ async def answers(**settings: Any) -> tuple[list[Any], int]:
         found = [await answer(engine, prompt, **way) for prompt in PROMPTS for way in WAYS]
         for way in WAYS:
             found += await asyncio.gather(*(answer(engine, prompt, **way) for prompt in PROMPTS))
-        return found, engine.scheduler.speculation.num_accepted_tokens
+        return found, engine.status().core.scheduler.drafts.num_accepted_tokens
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_answers_are_the_same_when_memory_runs_out():
             params: dict[str, Any] = {"temperature": 0.1, "ignore_eos": True, "max_tokens": 160}
             asked = [(prompt, seed) for prompt in PROMPTS for seed in (1, 2)][:4]
             answers = [answer(engine, prompt, seed=seed, **params) for prompt, seed in asked]
-            return await asyncio.gather(*answers), engine.scheduler
+            return await asyncio.gather(*answers), engine.core.stages.schedule.scheduler
 
     without, _ = asyncio.run(run(speculation="off"))
     drafted, scheduler = asyncio.run(run(speculation="ngram"))
@@ -85,13 +85,13 @@ def test_vectors_that_are_made_beside_drafts_are_what_they_are_alone():
         async with Engine(EngineConfig(**fields, **lookup)) as engine:
             way: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 200}
             alone = await answer(engine, PROMPTS[2], **way), await engine.embed([70])
-            num_drafts = engine.scheduler.speculation.num_drafts
+            num_drafts = engine.status().core.scheduler.drafts.num_drafts
             answering = asyncio.create_task(answer(engine, PROMPTS[2], **way))
             vectors = []
             while not answering.done():
                 vectors.append(await engine.embed([70]))
             assert await answering == alone[0] and len(vectors) > 1
-            assert engine.scheduler.speculation.num_drafts > num_drafts
+            assert engine.status().core.scheduler.drafts.num_drafts > num_drafts
             assert all(np.array_equal(vector.embedding, alone[1].embedding) for vector in vectors)
 
     asyncio.run(run())

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import pytest
 from millrace.model.checkpoint.hub import bundled_model_path
 from millrace.model.errors import CheckpointError
 from millrace.runtime.processes import child
+from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import RequestError
 from millrace.stages.loading import model_files
 from millrace.stages.loading.model_files import check_same_files, file_digests
 from millrace.stages.split import process_keeper
+from millrace.stages.split.remote_core import RemoteCore
 from millrace.stages.split.split_engine import SplitEngine
 from tests.stages.split.lost_process import ERROR, HANG, LOSE
 from tests.stages.split.poisoned_process import POISON
@@ -76,7 +79,7 @@ def test_a_successor_with_other_weights_is_refused_and_streams_end(
 def test_a_successor_of_a_later_version_goes_on_with_the_fields_that_both_know() -> None:
     async def test(engine: SplitEngine) -> None:
         due = await answer(engine)
-        engine.module = "tests.stages.split.newer_process"
+        engine.core.module = "tests.stages.split.newer_process"
         assert await answer(engine, after=lambda: strike(engine, signal.SIGKILL)) == due
         assert await answer(engine) == due and engine.num_deaths == 1
         await engine.refresh()
@@ -88,10 +91,10 @@ def test_a_successor_of_a_later_version_goes_on_with_the_fields_that_both_know()
     run(test)
 
 
-class PoisonedEngine(SplitEngine):
-    """Its engine process is killed by a request with the token `POISON`."""
-
-    module = "tests.stages.split.poisoned_process"
+def engine_of(module: str) -> Engine:
+    """Its engine process runs another module: is killed by the token `POISON`, or loses its device for a file."""
+    core = partial(RemoteCore, module=f"tests.stages.split.{module}")
+    return Engine(core=core, max_num_seqs=8, threads=1, inject=("stage=execute,delay=1ms",))
 
 
 @pytest.mark.slow
@@ -99,7 +102,7 @@ def test_a_request_that_kills_its_process_ends_and_the_others_finish() -> None:
     prompts = [f"{word} and" for word in ("Zoe", "Tom", "A cat", "The sea", "One", "Two")]
 
     async def main() -> None:
-        async with PoisonedEngine(max_num_seqs=8, threads=1, inject=("stage=execute,delay=1ms",)) as engine:
+        async with engine_of("poisoned_process") as engine:
             due = [await answer(engine, prompt) for prompt in prompts]
             under_way = [asyncio.ensure_future(answer(engine, prompt)) for prompt in prompts]
             await asyncio.sleep(0.03)
@@ -114,12 +117,6 @@ def test_a_request_that_kills_its_process_ends_and_the_others_finish() -> None:
     asyncio.run(asyncio.wait_for(main(), 180.0))
 
 
-class LosingEngine(SplitEngine):
-    """Its engine process loses its device when a file is there."""
-
-    module = "tests.stages.split.lost_process"
-
-
 @pytest.mark.slow
 def test_a_process_with_a_lost_device_is_replaced_and_its_requests_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,7 +124,7 @@ def test_a_process_with_a_lost_device_is_replaced_and_its_requests_go_on(
     monkeypatch.setenv(LOSE, str(tmp_path / "lose"))
     prompts = [f"{word} and" for word in ("Zoe", "Tom", "A cat")]
 
-    async def lose(engine: SplitEngine, how: str) -> tuple[str, float]:
+    async def lose(engine: Engine, how: str) -> tuple[str, float]:
         """(what health says, seconds until it does)"""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -137,7 +134,7 @@ def test_a_process_with_a_lost_device_is_replaced_and_its_requests_go_on(
         return engine.health.reason or "", loop.time() - began_s
 
     async def main() -> None:
-        async with LosingEngine(max_num_seqs=8, threads=1, inject=("stage=execute,delay=1ms",)) as engine:
+        async with engine_of("lost_process") as engine:
             due = [await answer(engine, prompt) for prompt in prompts]
             for how, cause in ((ERROR, "uncorrectable ECC error encountered"), (HANG, "has not answered for 1.5 s")):
                 under_way = [asyncio.ensure_future(answer(engine, prompt)) for prompt in prompts]

@@ -25,11 +25,12 @@ from millrace.stages.engine.wiring import PortsOnly
 from millrace.stages.errors import ConfigError, ErrorText, Failed, Refused, field_text
 from millrace.stages.messages import NO_INDICES, FinishReason, StepTokens, TokenRequest
 from millrace.stages.params import SamplingParams, ThinkingBudget
+from millrace.stages.pipeline import TO_SCHEDULE
 from millrace.stages.sample.logits_processor import LogitsProcessor
 from millrace.stages.schedule.scheduler import Scheduler, StepLimits
 from millrace.stages.split.core_exit import CoreExit
 from millrace.stages.split.engine_process import EngineProcess, load
-from millrace.stages.split.front import CORE, JoinedPipeline
+from millrace.stages.split.front import CORE, join_with_loop
 from millrace.stages.split.inflight_requests import STEPS_AT_ONCE, InflightRequests
 from millrace.stages.split.protocol import CODEC, RequestFailed, ServiceTimes, StatusReply
 from millrace.stages.split.split_engine import SplitEngine
@@ -293,7 +294,7 @@ def test_a_status_crosses_to_the_front_process_with_all_its_numbers() -> None:
             assert (
                 here.num_blocks_of([row.slot]) == held[row.slot] and there.core.cache.waste == engine.block_tables.waste
             )
-            joined = JoinedPipeline(engine.pipeline, "tokenize.out->schedule.in", "sample.out->detokenize.in", 2)
+            joined = join_with_loop(engine.pipeline, TO_SCHEDULE, "sample.out->detokenize.in", 2)
             pipeline = joined.join(here.pipeline, there.stages, there.channels)
             assert list(pipeline.stages) == list(here.pipeline.stages)
             assert {name: one.stats.num_sent for name, one in pipeline.channels.items()} == {
@@ -344,8 +345,6 @@ def test_what_would_have_to_be_in_the_engine_process_is_refused_in_a_sentence() 
         engine.insert(PortsOnly(CORE["schedule"]), after="schedule")
     with pytest.raises(ConfigError, match="sample is in the engine process"):
         engine.replace("sample", PortsOnly(CORE["sample"]))
-    with pytest.raises(RuntimeError, match="await forget_prefixes"):
-        engine.reset_prefix_cache()
     with pytest.raises(NotServing):
         engine.status()
     with pytest.raises(ConfigError, match="a logits processor that was made is in the caller's process"):
@@ -358,6 +357,6 @@ def test_a_front_whose_engine_cannot_be_started_says_why_and_leaves_nothing(monk
         with pytest.raises(Exception, match="/nowhere/at/all"):
             await engine.start()
         await env.aclose()
-        assert engine.cores[0].files == []
+        assert engine.core.processes.cores[0].files == []
 
     asyncio.run(main())

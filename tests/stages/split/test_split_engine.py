@@ -18,7 +18,7 @@ from millrace.stages.config import EngineConfig
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import ConfigError, RequestError
 from millrace.stages.params import SamplingParams
-from millrace.stages.split import engine_core, process_keeper, split_engine
+from millrace.stages.split import engine_core, process_keeper, remote_core
 from millrace.stages.split.split_engine import SplitEngine
 from tests.stages.split.test_split import is_idle
 
@@ -94,7 +94,7 @@ def test_a_foreign_frame_costs_the_engine_process_and_no_answer() -> None:
         due, pid = await answer(engine), engine.engine_pid
 
         def disturb() -> None:
-            client = engine.cores[0].client
+            client = engine.core.processes.cores[0].client
             assert client is not None and client._child is not None
             client._child.sock.send(b"\x80\x04\x95 this is no frame of ours")
 
@@ -177,7 +177,7 @@ def test_sequences_are_swapped_and_come_back_as_in_one_process() -> None:
     async def inline() -> None:
         async with Engine(CONFIG, **small) as engine:
             due.extend(await asyncio.gather(*(answer(engine, prompt) for prompt in prompts)))
-            assert engine.scheduler.num_preemptions > 0
+            assert engine.status().core.scheduler.num_preemptions > 0
 
     async def test(engine: SplitEngine) -> None:
         assert await asyncio.gather(*(answer(engine, prompt) for prompt in prompts)) == due
@@ -208,7 +208,7 @@ def test_a_stage_that_fails_over_there_is_told_of_here_and_the_guilty_request_en
 def test_a_stage_that_stands_still_over_there_is_found_from_here_with_where_it_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(split_engine, "SUSPECT_S", 0.2)
+    monkeypatch.setattr(remote_core, "SUSPECT_S", 0.2)
 
     async def test(engine: SplitEngine) -> None:
         asking = asyncio.ensure_future(answer(engine))

@@ -235,12 +235,15 @@ def answers(options: dict[str, Any], asks: Sequence[Ask], num_tokens: int) -> tu
     """From an engine of its own, and how often a sequence lost its blocks there, by how it has them back. They move to
     the host wherever there is room for them, whatever that costs."""
     with engine_of(options) as llm:
-        host = llm.engine.host_tier
+        host = llm.engine.core.stages.allocate.allocator.host
         if host is not None:
             host.rates = None
-        before, lost = Counter(llm.engine.scheduler.preemptions), Counter[str]()  # before: while it warmed up
+        before, lost = (
+            Counter(llm.engine.status().core.scheduler.preemptions),
+            Counter[str](),
+        )  # before: while it warmed up
         found = generate(llm, asks, num_tokens)
-        for (how, _), count in (Counter(llm.engine.scheduler.preemptions) - before).items():
+        for (how, _), count in (Counter(llm.engine.status().core.scheduler.preemptions) - before).items():
             lost[how] += count
         return found, lost
 

@@ -174,7 +174,7 @@ def company_of_grammar(place: Place, llm: Any, steps: list[dict[str, Any]]) -> I
 
 def idleness(llm: Any) -> tuple[int, float]:
     """How often a device stood idle between two steps so far, and for how many seconds; not of one that waits."""
-    gaps = llm.engine.idle_gaps_us
+    gaps = llm.engine.core.stages.device.idle_gaps_us
     return (0, 0.0) if gaps is None else (gaps.num_observed, gaps.total / 1e6)
 
 

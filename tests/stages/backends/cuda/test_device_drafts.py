@@ -91,7 +91,7 @@ def ran_with(
     num_waits = 0
 
     def watch(engine: Engine) -> None:
-        found.append(engine.scheduler.speculation)
+        found.append(engine.core.stages.schedule.scheduler.speculation)
         line = engine.pipeline.stages["execute"].runner.line  # type: ignore[attr-defined]
         await_results = line.await_results
 

@@ -88,9 +88,9 @@ async def mixed(engine: Engine) -> tuple[Answers, int]:
     answers = await asyncio.gather(
         *(tokens(engine, asked[number], name, greedy(6 + 3 * number)) for name, number in MIX)
     )
-    assert engine.scheduler.adapters is not None
-    engine.scheduler.check()
-    return answers, engine.scheduler.adapters.slots.num_loads
+    assert engine.core.stages.schedule.scheduler.adapters is not None
+    engine.core.stages.schedule.scheduler.check()
+    return answers, engine.core.stages.schedule.scheduler.adapters.slots.num_loads
 
 
 @pytest.fixture(scope="module")

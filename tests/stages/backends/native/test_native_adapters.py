@@ -76,9 +76,9 @@ async def together_and_alone(folder: Path, asks: list[Ask], **settings: Any) -> 
     with captured_logs():
         async with engine_of(folder, **settings) as engine:
             together = await asyncio.gather(*(answer(engine, ask) for ask in asks))
-            engine.scheduler.check()
-            assert engine.scheduler.adapters is not None
-            num_loads = engine.scheduler.adapters.slots.num_loads
+            engine.core.stages.schedule.scheduler.check()
+            assert engine.core.stages.schedule.scheduler.adapters is not None
+            num_loads = engine.core.stages.schedule.scheduler.adapters.slots.num_loads
             check_host_bytes(engine)
         async with engine_of(folder, enable_prefix_caching=False, **settings) as other:
             alone = [await answer(other, ask) for ask in asks]
@@ -152,8 +152,8 @@ def test_two_slots_preemptions_beams_choices_and_drafts_change_no_answer(folder:
                 answers = asyncio.gather(*(answer(engine, ask) for ask in asks))
                 beams = [await engine.beam_search([5, 6, 7], 3, 8, adapter=name) for name in ("a1", None)]
                 together = await answers
-                assert engine.scheduler.num_preemptions > 0
-                engine.scheduler.check()
+                assert engine.status().core.scheduler.num_preemptions > 0
+                engine.core.stages.schedule.scheduler.check()
             async with engine_of(folder, enable_prefix_caching=False, speculation="off") as other:
                 assert together == [await answer(other, ask) for ask in asks]
                 for found, name in zip(beams, ("a1", None), strict=True):

@@ -73,9 +73,9 @@ def test_answers_are_the_same_alone_swapped_recomputed_and_after_a_prefix_hit(fo
         async with Engine(config) as engine:
             first = await answer(engine, prompts[0], 60)
             found = await asyncio.gather(*(answer(engine, prompt, 60) for prompt in prompts[1:]))
-            assert engine.prefix_cache is not None
-            hows = {how for how, _ in engine.scheduler.preemptions}
-            return [first, *found], hows, engine.prefix_cache.num_hits
+            assert engine.core.stages.allocate.allocator.cache is not None
+            hows = {how for how, _ in engine.status().core.scheduler.preemptions}
+            return [first, *found], hows, engine.core.stages.allocate.allocator.cache.num_hits
 
     expected = asyncio.run(alone())
     assert len({tuple(tokens) for tokens in expected}) > 1

@@ -128,8 +128,12 @@ def test_answers_are_the_same_alone_swapped_recomputed_and_after_a_prefix_hit() 
         async with Engine(EngineConfig(**form, num_gpu_blocks=9, num_cpu_blocks=num_cpu_blocks)) as engine:
             first = await answer(engine, prompts[0], 40)
             found = await asyncio.gather(*(answer(engine, prompt, 40) for prompt in prompts[1:]))
-            assert engine.prefix_cache is not None
-            return [first, *found], {how for how, _ in engine.scheduler.preemptions}, engine.prefix_cache.num_hits
+            assert engine.core.stages.allocate.allocator.cache is not None
+            return (
+                [first, *found],
+                {how for how, _ in engine.status().core.scheduler.preemptions},
+                engine.core.stages.allocate.allocator.cache.num_hits,
+            )
 
     expected = asyncio.run(alone())
     assert len({tuple(tokens) for tokens in expected}) > 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
@@ -14,7 +16,21 @@ if TYPE_CHECKING:
 
 BAR_S, LOG_S = 0.2, 1.0  # seconds between two states
 
+T = TypeVar("T")
+
 log = get_logger("millrace.stages")
+
+
+async def load_and_report(load: Callable[[], Awaitable[T]], progress: LoadProgress, env: Env) -> T:
+    """What `load` returns; tells its progress meanwhile, unless `env` is a simulation."""
+    if not env.is_live:
+        return await load()
+    reporting = asyncio.ensure_future(report_loading(progress, env))
+    try:
+        return await load()
+    finally:
+        reporting.cancel()
+        await asyncio.wait([reporting])
 
 
 async def report_loading(progress: LoadProgress, env: Env) -> None:

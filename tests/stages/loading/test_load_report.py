@@ -11,7 +11,7 @@ from millrace.runtime.env.log import captured_logs
 from millrace.runtime.simulation.env import SimEnv
 from millrace.runtime.simulation.run import run
 from millrace.runtime.startup.load_progress import LoadProgress
-from millrace.stages.engine.load_report import report_loading
+from millrace.stages.loading.load_report import report_loading
 
 
 class Terminal(io.StringIO):

@@ -1,0 +1,297 @@
+"""`FleetProcesses`: an engine whose step loop runs in several processes, each with all of the model.
+
+Requests go to the process with the least work. When a process dies, its requests go on in the others, and another one
+takes its place. No token is sent twice. All code here runs on the front process's event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...runtime.health.stalls import Stall, find_stall
+from ...runtime.pipeline import Health, NotServing, Pipeline
+from ...runtime.pipeline_status import ChannelStatus, PipelineStatus, channel_status
+from ...runtime.trace.format import MAX_U32
+from ..config import EngineConfig
+from ..engine.core import EngineSetup, check_num_engines
+from ..engine.engine_status import BlockStatus, CoreReport
+from ..engine.wiring import CLASSES, LoadedText, sketch
+from ..errors import ConfigError
+from ..grammar.compiled import Grammars
+from ..outputs import ModelInfo
+from ..pipeline import TO_CORES, build_fleet_pipeline
+from ..split.engine_core import CoreOwner, EngineCore
+from ..split.front import CORE, FrontStages
+from ..split.process_client import EngineClient
+from ..split.processes import STALL_S, Gone, StartAgain
+from ..split.protocol import EngineReady
+from .core_keeper import CoreKeeper
+from .core_set import CoreSet
+from .fleet_adapters import FleetAdapters
+from .fleet_requests import FleetRequests
+from .front import DISPATCHED, FleetStages, dispatched_status, make_merged
+from .hosts import HereHosts, MakeHosts
+from .merged_status import merged, remains
+from .resuming import Resuming
+from .stage import Dispatch, Merge
+
+MAX_ENGINES = 64
+SAME = ("model_id", "device", "dtype", "vocab_size", "attention_backend", "block_size")  # of all processes' models
+
+
+class FleetProcesses:
+    """See `Processes`. The engine takes requests while one of them serves."""
+
+    to_loop = TO_CORES
+    nearest: Mapping[str, str] = {
+        "before=schedule": "after=tokenize",
+        "after=sample": "after=merge",
+        "before=merge": "after=merge",
+        "after=dispatch": "before=dispatch",
+    }
+
+    def __init__(self, setup: EngineSetup, owner: CoreOwner, make_hosts: MakeHosts = HereHosts) -> None:
+        count = setup.config.data_parallel_size
+        check_num_engines(setup.config, MAX_ENGINES)
+        self._setup = setup
+        self.hosts = make_hosts(setup)
+        self._merged = make_merged(count, setup.env.now)
+        self._reports: dict[int, CoreReport] = {}  # by core, of those that live
+        self._report: CoreReport | None = None  # of all; of those that lived last, if none does
+        self._is_merged = False  # whether it has the last one of each
+        self._ended: CoreReport | None = None  # the counts of those that have died
+        self.blocks: BlockStatus | None = None
+        self.resuming: Resuming | None = None
+        self._front: FrontStages | None = None
+        self.table = FleetRequests(count)
+        self.cores = [
+            EngineCore(
+                owner,
+                self.table,
+                index,
+                make_tokens=partial(self._merged.add_end, index),
+                first_step=index * (MAX_U32 // count),  # steps of different processes have different numbers
+                cpus=place.cpus,
+                environment=place.environment,
+                start_host=self.hosts.start_host(index),
+            )
+            for index, place in enumerate(self.hosts.places())
+        ]
+        self._set = CoreSet(self.cores, self.table)
+        self.adapters = FleetAdapters(self.cores, self._core_changed)
+
+    @property
+    def setting(self) -> str:
+        return self.hosts.setting
+
+    @property
+    def inline(self) -> str:
+        return self.hosts.inline
+
+    def sketch(self) -> Pipeline:
+        return sketch(build_fleet_pipeline, CLASSES | {"dispatch": Dispatch, "merge": Merge})
+
+    # -- start and stop
+
+    async def open(self) -> None:
+        await self.hosts.open()
+
+    def config_of(self, core: EngineCore) -> EngineConfig:
+        return self.hosts.config_of(core, self.cores)
+
+    def config_of_text(self) -> EngineConfig:
+        return self.hosts.config_of_text()
+
+    def joint_info(self, ready: Sequence[EngineReady]) -> ModelInfo:
+        """The model of all processes, with the blocks of all. Raises `ConfigError` if they differ."""
+        first, *others = [one.info for one in ready]
+        for index, info in enumerate(others, 1):
+            for name in SAME:
+                if (found := getattr(info, name)) != (due := getattr(first, name)):
+                    message = f"data_parallel_size = {len(ready)}: engine process {index} has {name} = {found}, and"
+                    raise ConfigError(f"{message} the first one {due}; lower it, or set {name} where that is a setting")
+        if any(one.files != ready[0].files for one in ready):
+            raise ConfigError("the model's files changed while the engine processes loaded them; start again")
+        infos = [first, *others]
+        return replace(
+            first,
+            num_blocks=sum(info.num_blocks for info in infos),
+            num_host_blocks=sum(info.num_host_blocks for info in infos),
+            max_model_len=min(info.max_model_len for info in infos),
+        )
+
+    def make_front(self, loaded: LoadedText, grammars: Grammars) -> FrontStages:
+        self._front = FleetStages(self._setup.config, loaded, grammars, self.table, self._set, self._merged)
+        return self._front
+
+    @contextmanager
+    def only(self, core: EngineCore) -> Iterator[None]:
+        self._set.only = core
+        try:
+            yield
+        finally:
+            self._set.only = None
+
+    def start_keepers(
+        self, front: FrontStages, start_again: StartAgain, on_death: Callable[[EngineCore], object]
+    ) -> None:
+        env = self._setup.env
+        resuming = self.resuming = Resuming(env, self._setup.config, self.table, self._set, front.exit)
+        resuming.start()
+        for core in self.cores:
+            core.keeper = CoreKeeper(
+                env,
+                self.table,
+                core,
+                front.exit,
+                partial(start_again, core),
+                lambda how, core=core: on_death(core),  # type: ignore[misc]
+                on_orphans=self._core_changed,
+                on_ready=self._core_changed,
+                on_given_up=self._core_given_up,
+            )
+            assert core.client is not None
+            core.keeper.start(core.client)
+
+    async def start_again(self, core: EngineCore, prepare: Callable[[], Awaitable[object]]) -> EngineClient:
+        await self.hosts.look()
+        client = await core.start_again(self.config_of(core), prepare)
+        assert self._front is not None
+        info = self._front.loaded.info
+        if core.info is None or any(getattr(core.info, name) != getattr(info, name) for name in SAME):
+            client.kill()
+            await client.stop(0.0)
+            raise ConfigError("the engine process runs the model otherwise than the others")
+        return client
+
+    async def stop_keepers(self) -> None:
+        if self.resuming is not None:
+            await self.resuming.stop()
+        for core in self.cores:
+            if core.keeper is not None:
+                await core.keeper.stop()
+
+    async def close(self) -> None:
+        self._front = None
+        await self.hosts.close()
+
+    # -- deaths
+
+    @property
+    def away(self) -> Health | None:
+        if any(core.is_serving for core in self.cores):
+            return None
+        reasons = [core.keeper.away for core in self.cores if core.keeper is not None and core.keeper.away is not None]
+        alive = [away for away in reasons if away.state != "dead"]
+        if not alive and len(reasons) == len(self.cores):
+            return reasons[0]
+        return alive[0] if alive else Health("loading", stage="engine", reason="no engine process is left; some start")
+
+    def note_lost(self, core: EngineCore) -> None:
+        if (report := self._reports.pop(core.index, None)) is not None:
+            self._ended = merged({0: remains(report)}, [] if self._ended is None else [self._ended], 0)
+            self._is_merged = False
+        self._set.note_change()
+
+    def _core_changed(self) -> None:
+        """A process has ended, or serves again, or has an adapter that others had before."""
+        if self.resuming is not None:
+            self.resuming.wake()
+        self._set.note_change()
+
+    def _core_given_up(self, health: Health) -> None:
+        """Ends all requests if no process is left, or is to be started."""
+        aways = [None if core.keeper is None else core.keeper.away for core in self.cores]
+        if all(away is not None and away.state == "dead" for away in aways):
+            assert self._front is not None
+            exit = self._front.exit
+            for request_id in list(exit.live):
+                exit.end(request_id, "error", NotServing(health))
+        self._set.note_change()
+
+    def requests_of(self, core: EngineCore, live: Iterable[str]) -> list[str]:
+        return [one for one in self.table.request_ids() if self.table.core_of(one) == core.index]
+
+    def is_stopped_by(self, stall: Stall, pipeline: Pipeline) -> bool:
+        is_there = stall.name.partition(".")[0] in CORE or stall.name == DISPATCHED
+        return not (is_there and any(self._goes_on(core, stall.waited_s, pipeline) for core in self.cores))
+
+    def _goes_on(self, core: EngineCore, timeout_s: float, pipeline: Pipeline) -> bool:
+        return core.is_serving and not core.is_silent and self._stall_in(core, timeout_s, pipeline) is None
+
+    def stall_of(self, core: EngineCore, pipeline: Pipeline) -> Stall | None:
+        return self._stall_in(core, STALL_S, pipeline)
+
+    def _stall_in(self, core: EngineCore, timeout_s: float, pipeline: Pipeline) -> Stall | None:
+        """Where one process has made no progress for so long, though it has requests."""
+        report = core.report
+        if report is None or self.table.is_idle(core.index):
+            return None
+        channels = {one.name: one for one in (*report.channels, channel_status(core.requests))}
+        status = PipelineStatus({stage.name: stage for stage in report.stages}, channels, ())
+        return find_stall(pipeline, timeout_s, status)
+
+    # -- state
+
+    def by_core(self, causes: dict[int, str], gone: Gone) -> Iterable[tuple[EngineCore, dict[int, str]]]:
+        ended = {sequence_id: core for _, sequence_ids, core in gone for sequence_id in sequence_ids}
+        parts: dict[int, dict[int, str]] = {}
+        for sequence_id, cause in causes.items():
+            index = ended.get(sequence_id)
+            if sequence_id not in ended:
+                index = self.table.core_of(self.table.request_id(sequence_id) or "")
+            if index is not None:
+                parts.setdefault(index, {})[sequence_id] = cause
+        return [(self.cores[index], part) for index, part in parts.items()]
+
+    def note_report(self, core: EngineCore) -> None:
+        assert core.report is not None
+        self._reports[core.index] = core.report
+        self._is_merged = False
+
+    def report(self) -> CoreReport | None:
+        """One report of those of all processes. It takes half a millisecond if there is a new one."""
+        if self._reports and not self._is_merged:
+            self._is_merged = True
+            ended = [] if self._ended is None else [self._ended]
+            reports = dict(sorted(self._reports.items()))
+            self._report = merged(reports, ended, self._setup.config.max_num_seqs, len(self.cores))
+            if self._report.core.cache.blocks is not None:
+                self.blocks = self._report.core.cache.blocks
+        return self._report
+
+    def own_channels(self) -> Mapping[str, ChannelStatus]:
+        return {DISPATCHED: dispatched_status(self.cores)}
+
+    @property
+    def engines(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "index": core.index,
+                "pid": core.pid,
+                "state": _state(core),
+                "reason": _missing_reason(core),
+                "num_deaths": 0 if core.keeper is None else core.keeper.num_deaths,
+                "num_requests": (load := self.table.load_of(core.index)).num_requests,
+                "work": load.work,
+            }
+            for core in self.cores
+        ]
+
+
+def _state(core: EngineCore) -> str:
+    if core.is_serving:
+        return "ready"
+    return "loading" if core.keeper is None or core.keeper.away is None else core.keeper.away.state
+
+
+def _missing_reason(core: EngineCore) -> str | None:
+    """Why a process takes no requests; None if it does."""
+    if core.is_serving:
+        return None
+    away = None if core.keeper is None else core.keeper.away
+    return "its process has ended" if away is None else away.reason

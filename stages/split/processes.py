@@ -1,0 +1,211 @@
+"""The engine processes of one engine, as its core sees them: one (`OneProcess`), or several (`stages/fleet`)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from ...runtime.health.stalls import Stall, find_stall
+from ...runtime.pipeline import Health, Pipeline
+from ...runtime.pipeline_status import ChannelStatus
+from ..config import EngineConfig
+from ..engine.core import EngineSetup, check_num_engines, refuse_ray
+from ..engine.engine_status import BlockStatus, CoreReport
+from ..engine.wiring import LoadedText, sketch
+from ..grammar.compiled import Grammars
+from ..outputs import ModelInfo
+from ..pipeline import TO_SCHEDULE, build_front_pipeline
+from .engine_core import CoreOwner, EngineCore
+from .front import FrontStages
+from .inflight_requests import InflightRequests
+from .process_client import EngineClient
+from .process_keeper import ProcessKeeper
+from .protocol import EngineReady
+from .remote_adapters import AdaptersThere
+
+STALL_S = 300.0  # without progress, though it sends messages: it is replaced; a large step on a slow machine is shorter
+
+StartAgain = Callable[[EngineCore], Awaitable[EngineClient]]
+Gone = Sequence[tuple[str, range, int | None]]  # ended requests, their sequences, and the process where they ran
+
+
+class Processes(Protocol):
+    """What differs by the number of engine processes, and by what starts them."""
+
+    @property
+    def cores(self) -> Sequence[EngineCore]: ...
+    @property
+    def table(self) -> InflightRequests: ...
+    @property
+    def adapters(self) -> AdaptersThere: ...
+    @property
+    def blocks(self) -> BlockStatus | None:
+        """Those of the last report that had them."""
+
+    @property
+    def setting(self) -> str:
+        """The setting that puts the step loop elsewhere, for errors."""
+
+    @property
+    def inline(self) -> str:
+        """The settings that have it in this process."""
+
+    @property
+    def to_loop(self) -> tuple[str, str]:
+        """The channel to the step loop."""
+
+    @property
+    def nearest(self) -> Mapping[str, str]:
+        """The places at the ends of the step loop, by what is in this process."""
+
+    def sketch(self) -> Pipeline: ...
+
+    async def open(self) -> None:
+        """Called before the first process starts."""
+
+    def config_of(self, core: EngineCore) -> EngineConfig:
+        """The settings of an engine process."""
+
+    def config_of_text(self) -> EngineConfig:
+        """The settings with which this process looks for the model's files."""
+
+    def joint_info(self, ready: Sequence[EngineReady]) -> ModelInfo:
+        """The model of all processes."""
+
+    def make_front(self, loaded: LoadedText, grammars: Grammars) -> FrontStages: ...
+
+    def only(self, core: EngineCore) -> AbstractContextManager[object]:
+        """While it lasts, this process gets all requests."""
+
+    def start_keepers(
+        self, front: FrontStages, start_again: StartAgain, on_death: Callable[[EngineCore], object]
+    ) -> None:
+        """From now on a process that dies is replaced."""
+
+    async def start_again(self, core: EngineCore, prepare: Callable[[], Awaitable[object]]) -> EngineClient:
+        """Starts a successor of a process. Raises whatever prevents that."""
+
+    async def stop_keepers(self) -> None: ...
+
+    async def close(self) -> None:
+        """Frees what belongs to all processes. Idempotent."""
+
+    @property
+    def away(self) -> Health | None:
+        """Why no process takes requests; None if one does."""
+
+    @property
+    def engines(self) -> list[dict[str, Any]]: ...
+
+    def note_lost(self, core: EngineCore) -> None:
+        """Nothing comes from the process any more."""
+
+    def requests_of(self, core: EngineCore, live: Iterable[str]) -> list[str]:
+        """Those of the live requests that are in a process."""
+
+    def is_stopped_by(self, stall: Stall, pipeline: Pipeline) -> bool: ...
+
+    def stall_of(self, core: EngineCore, pipeline: Pipeline) -> Stall | None:
+        """Where a process has made no progress for `STALL_S`."""
+
+    def by_core(self, causes: dict[int, str], gone: Gone) -> Iterable[tuple[EngineCore, dict[int, str]]]:
+        """The causes for the sequences of each process; `gone` are requests that the table does not have any more."""
+
+    def note_report(self, core: EngineCore) -> None:
+        """A process has reported the state of its step loop."""
+
+    def report(self) -> CoreReport | None:
+        """The state of all step loops, as of one; None before the first report."""
+
+    def own_channels(self) -> Mapping[str, ChannelStatus]:
+        """Channels of this process that are in no pipeline."""
+
+
+class OneProcess:
+    """See `Processes`."""
+
+    to_loop = TO_SCHEDULE
+    nearest: Mapping[str, str] = {"before=schedule": "after=tokenize", "after=sample": "before=detokenize"}
+    setting, inline = "mode = split", "mode = inline"
+    engines: list[dict[str, Any]] = []  # noqa: RUF012 - of a fleet only
+
+    def __init__(self, setup: EngineSetup, owner: CoreOwner) -> None:
+        check_num_engines(setup.config, 1)
+        refuse_ray(setup.config)
+        self._setup = setup
+        self.table = InflightRequests()
+        self._core = EngineCore(owner, self.table)
+        self.cores: Sequence[EngineCore] = (self._core,)
+        self.blocks: BlockStatus | None = None
+        self.adapters: AdaptersThere = self._core.adapters
+
+    def sketch(self) -> Pipeline:
+        return sketch(build_front_pipeline)
+
+    async def open(self) -> None:
+        """Does nothing."""
+
+    def config_of(self, core: EngineCore) -> EngineConfig:
+        return self._setup.config
+
+    def config_of_text(self) -> EngineConfig:
+        return self._setup.config
+
+    def joint_info(self, ready: Sequence[EngineReady]) -> ModelInfo:
+        return ready[0].info
+
+    def make_front(self, loaded: LoadedText, grammars: Grammars) -> FrontStages:
+        core = self._core
+        return FrontStages(self._setup.config, loaded, grammars, self.table, core.requests, core.tokens)
+
+    def only(self, core: EngineCore) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def start_keepers(
+        self, front: FrontStages, start_again: StartAgain, on_death: Callable[[EngineCore], object]
+    ) -> None:
+        core, env = self._core, self._setup.env
+        again, died = (lambda: start_again(core)), (lambda how: on_death(core))
+        core.keeper = ProcessKeeper(env, self.table, core.requests, front.exit, again, died)
+        assert core.client is not None
+        core.keeper.start(core.client)
+
+    async def start_again(self, core: EngineCore, prepare: Callable[[], Awaitable[object]]) -> EngineClient:
+        return await core.start_again(self._setup.config, prepare)
+
+    async def stop_keepers(self) -> None:
+        if self._core.keeper is not None:
+            await self._core.keeper.stop()
+
+    async def close(self) -> None:
+        """Does nothing."""
+
+    @property
+    def away(self) -> Health | None:
+        return None if self._core.keeper is None else self._core.keeper.away
+
+    def note_lost(self, core: EngineCore) -> None:
+        """Does nothing: the keeper notices when the process has ended."""
+
+    def requests_of(self, core: EngineCore, live: Iterable[str]) -> list[str]:
+        return list(live)
+
+    def is_stopped_by(self, stall: Stall, pipeline: Pipeline) -> bool:
+        return True
+
+    def stall_of(self, core: EngineCore, pipeline: Pipeline) -> Stall | None:
+        return find_stall(pipeline, STALL_S)
+
+    def by_core(self, causes: dict[int, str], gone: Gone) -> Iterable[tuple[EngineCore, dict[int, str]]]:
+        return [(self._core, causes)] if causes else []
+
+    def note_report(self, core: EngineCore) -> None:
+        if core.report is not None and core.report.core.cache.blocks is not None:
+            self.blocks = core.report.core.cache.blocks
+
+    def report(self) -> CoreReport | None:
+        return self._core.report
+
+    def own_channels(self) -> Mapping[str, ChannelStatus]:
+        return {}

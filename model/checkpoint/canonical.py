@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,19 @@ from ..named_tensors import StoredPiece
 from .safetensors import BFLOAT16
 from .stored_tensors import StoredTensors
 
+EXPERTS = ".experts."  # in the names of their tensors
+
 
 class TensorSources:
     """Where each canonical tensor of a decoder lies in its checkpoint."""
 
-    def __init__(self, targets: Iterable[Target], names: Names) -> None:
+    def __init__(self, targets: Iterable[Target], names: Names, stored: Container[str] = ()) -> None:
+        """`stored`: names of the file's tensors; packed files may have experts under their canonical names."""
         self.targets = {target.name: target for target in targets}
-        self._parts = {name: _parts_of(name, names) for name in self.targets}
+        self._parts = {
+            name: (Rows(name, suffix=""),) if EXPERTS in name and name in stored else _parts_of(name, names)
+            for name in self.targets
+        }
 
     def parts(self, name: str) -> tuple[Rows, ...]:
         """The parts of a canonical tensor; their stems are whole names in the checkpoint."""

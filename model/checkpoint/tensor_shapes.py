@@ -86,7 +86,7 @@ def open_source(
     stored, spec = _open(root, spec, load_format)
     checkpoint, spec = (stored, spec) if change is None else change(stored, spec)
     family = family_of(spec.family)
-    sources = TensorSources(tensors_of(spec), family.names(spec))
+    sources = TensorSources(tensors_of(spec), family.names(spec), checkpoint.names)
     check_tensors(checkpoint, sources, spec, family)
     if spec.dtype == "auto":
         dtype = stored.dtype(sources.stored_name(f"{EMBEDDING}.weight"))

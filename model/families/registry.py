@@ -45,6 +45,7 @@ MODULES = {
     "gpt_neo": "gpt.gpt2",
     "gpt_neox": "gpt.gpt_neox",
     "gpt_neox_japanese": "gpt.gpt_neox",
+    "gpt_oss": "experts.gpt_oss",
     "gptj": "gpt.gpt_neox",
     "granite": "granite",
     "granite_swa": "granite",

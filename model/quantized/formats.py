@@ -12,7 +12,7 @@ from ..grouped_matrix import GroupedMatrix
 from .codes import Floats
 from .parts import Parts
 
-READ = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt (FP8, NVFP4)", "bitsandbytes")
+READ = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt (FP8, NVFP4)", "bitsandbytes", "mxfp4")
 INSTEAD = "serve the unquantized checkpoint, with quantization = int4 or int8 on a CPU, or a GGUF file of the model"
 
 
@@ -68,6 +68,7 @@ def read_format(values: Mapping[str, Any], root: Path) -> WeightFormat | None:
     from .fp4 import ModeloptFp4
     from .fp8 import Fp8
     from .grouped import Awq, Gptq
+    from .mxfp4 import Mxfp4
     from .nf4 import BitsAndBytes
 
     method = str(found.get("quant_method", "compressed-tensors" if "config_groups" in found else ""))
@@ -82,6 +83,7 @@ def read_format(values: Mapping[str, Any], root: Path) -> WeightFormat | None:
         "modelopt": Fp8.read,
         "modelopt_fp4": ModeloptFp4.read,
         "bitsandbytes": BitsAndBytes.read,
+        "mxfp4": Mxfp4.read,
     }
 
     def fail_in_format(problem: str) -> NoReturn:

@@ -25,28 +25,28 @@ class Parts:
 
     def __init__(self, stored: Stored, stem: str, names: Mapping[str, str]) -> None:
         self.stem = stem
-        self._stored, self._names = stored, names
+        self.stored, self.by_suffix = stored, names
 
     @property
     def names(self) -> list[str]:
         """The stored names."""
-        return list(self._names.values())
+        return list(self.by_suffix.values())
 
     def __contains__(self, suffix: str) -> bool:
-        return suffix in self._names
+        return suffix in self.by_suffix
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.by_suffix)
 
     def shape(self, suffix: str) -> tuple[int, ...]:
-        return self._stored.shape(self._need(suffix))
+        return self.stored.shape(self._need(suffix))
 
     def dtype(self, suffix: str) -> str:
         """The type by safetensors' name."""
-        return self._stored.dtype(self._need(suffix))
+        return self.stored.dtype(self._need(suffix))
 
     def array(self, suffix: str) -> NDArray[Any]:
-        return self._stored.raw(self._need(suffix))
+        return self.stored.raw(self._need(suffix))
 
     def floats(self, suffix: str) -> NDArray[np.float32]:
         """A tensor of float16, bfloat16 or float32, in float32."""
@@ -59,6 +59,6 @@ class Parts:
         raise CheckpointError(f"layer {self.stem}: {problem}; fetch the checkpoint again")
 
     def _need(self, suffix: str) -> str:
-        if suffix not in self._names:
+        if suffix not in self.by_suffix:
             self.fail(f"tensor {self.stem}{suffix} is missing")
-        return self._names[suffix]
+        return self.by_suffix[suffix]

@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from ..grouped_matrix import GroupedMatrix
 from ..named_tensors import NamedTensors, StoredPiece
 from .formats import WeightFormat
+from .mxfp4 import Mxfp4
 from .parts import Parts, Stored
 
 WEIGHT = ".weight"
@@ -46,10 +47,12 @@ class UnpackedCheckpoint(NamedTensors[str | Parts]):
         self._stored = stored
         stored_names = stored.names
         stems = {name.removesuffix(mark) for mark in weights.marks for name in stored_names if name.endswith(mark)}
-        layers = {stem: self._parts(stem, stored_names) for stem in stems}
+        layers: dict[str, Parts] = {stem: self._parts(stem, stored_names) for stem in stems}
         taken = {f"{stem}{suffix}" for stem in layers for suffix in weights.suffixes}
         taken |= {name for name in stored_names if SCALE_OF_ATTENTION.fullmatch(name)}
         self._places = {name: name for name in stored_names - taken}
+        if isinstance(weights, Mxfp4):
+            layers = {expert.stem: expert for stack in layers.values() for expert in weights.experts_of(stack)}
         self._places |= {f"{stem}{WEIGHT}": parts for stem, parts in layers.items()}
         if not layers:
             raise CheckpointError(

@@ -56,7 +56,17 @@ SOFTMAX = (
         sliding_window=16,
         layer_types=layer_types("sfsf"),
         rope_parameters=YARN,
-        by=FALLBACK,
+        **LOCAL,
+    ),
+    row(
+        "gpt-oss-clamped",
+        "gpt_oss",
+        seed=1,
+        head_dim=8,
+        attention_bias=False,
+        swiglu_limit=0.5,
+        swiglu_alpha=1.2,
+        rope_parameters={**YARN, "truncate": False},
         **LOCAL,
     ),
     row(

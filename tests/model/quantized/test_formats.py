@@ -109,7 +109,7 @@ def test_small_floats_are_those_of_torch() -> None:
 
 REFUSED: list[tuple[Any, str]] = [
     ({"quant_method": "aqlm"}, "quant_method = 'aqlm' is not read; read are awq, gptq"),
-    ({"quant_method": "mxfp4"}, "quant_method = 'mxfp4' is not read"),
+    ({"quant_method": "mxfp8"}, "quant_method = 'mxfp8' is not read"),
     ("x\ny", "must be an object, not"),
     ({"quant_method": "awq", "bits": 8}, "bits = 8: awq has 4"),
     ({"quant_method": "awq", "version": "gemv"}, "version = 'gemv': only gemm is read"),

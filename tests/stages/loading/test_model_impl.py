@@ -31,9 +31,9 @@ def folder_of(tmp_path: Path, **values: Any) -> Path:
     [
         ({"model_type": "llama"}, "auto", None),
         ({"model_type": "llama"}, "transformers", "model_impl = transformers"),
-        ({"model_type": "gpt_oss"}, "auto", "model_type = gpt_oss: no family here describes it"),
+        ({"model_type": "phimoe"}, "auto", "model_type = phimoe: no family here describes it"),
         ({"model_type": "gpt-sw3"}, "auto", "model_type = gpt-sw3: no family here describes it"),
-        ({"model_type": "gpt_oss"}, "millrace", None),
+        ({"model_type": "phimoe"}, "millrace", None),
         ({"model_type": "of-nobody"}, "auto", None),
         ({"model_type": '", "'}, "auto", None),
         ({"model_type": ["llama"]}, "auto", None),

@@ -143,8 +143,10 @@ class PlanReport:
     num_granted: Ints  # [R] tokens, 0 = not in the step; the plan's `num_wanted` array itself if all were granted
     num_cached: Ints  # [R] tokens of starting rows found in the prefix cache or on the host
     preempted: Sequence[int]  # slots that allocate preempted
-    num_free: int  # available blocks: free, or cached and in no table
-    num_quarantined: int
+    # available blocks: free, or cached and in no table. Of several kinds: blocks of kind 0 for one more sequence, which
+    # needs blocks of the others beside them
+    num_free: int
+    num_quarantined: int  # blocks that will be available once the steps in flight are done
     num_host_free: int = 0  # available host blocks: free, or holding only cached prefixes
     num_host_quarantined: int = 0
     # slot -> tokens copied to the host; slots preempted here or in the plan that are swapped, not recomputed

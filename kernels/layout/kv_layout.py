@@ -10,8 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
 KindName = Literal["full", "window", "chunk", "latent"]
 
 RUN_TOKENS = 256  # tokens of one sequence that should lie side by side, as a third faster to read on a CPU
@@ -30,6 +34,21 @@ class KVKind:
     key_dim: int
     value_dim: int
     block_bytes: int  # of all its layers
+
+    def first_key(self, positions: Ints) -> Ints:
+        """The first key that the query at each position sees."""
+        if self.window is None:
+            return np.zeros_like(positions)
+        if self.name == "chunk":
+            return positions // self.window * self.window
+        return np.maximum(positions - (self.window - 1), 0)
+
+    def first_query_after(self, keys: Any) -> Any:
+        """The first position whose query sees no key before `keys`, positions or one of them; for a window or chunk."""
+        assert self.window is not None, "each query of a full kind sees all keys"
+        if self.name == "chunk":
+            return -(-keys // self.window) * self.window
+        return keys + (self.window - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +69,11 @@ class KVLayout:
     blocks_per_slab: tuple[int, ...]  # [K]
     num_blocks: tuple[int, ...]  # [K] ids of each kind
     place: tuple[tuple[int, int] | None, ...]  # [layers] (kind, place within its layers); None: the layer has no cache
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether the keys of some kind are given back while their sequence goes on."""
+        return any(kind.window is not None for kind in self.kinds)
 
     @property
     def total_bytes(self) -> int:

@@ -12,16 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..messages import NO_INDICES, NO_INTS, Indices, Ints, PlanReport, Rates, StepGrant, StepPlan
+from ...kernels.layout.kv_layout import KVLayout
+from ..messages import NO_INDICES, NO_INTS, Indices, Ints, PlanReport, Rates, StepGrant, StepPlan, TableEntries
+from .block_tables import BlockTables
 from .host_tier import HostTier
 from .plan_in_hand import PlanInHand
 from .preemption import Preemptor
 from .prefix_cache import PrefixCache
-from .slot_blocks import SlotBlocks
-from .steady_decode import SteadyDecode
+from .slot_blocks import Growth, SlotBlocks
+from .steady_decode import SteadyDecode, SteadyGrowth
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _PlanAllocation:
     """The allocation for one plan: R rows, of which G get new blocks."""
 
@@ -30,6 +32,12 @@ class _PlanAllocation:
     counts: Ints  # [G] blocks for each
     num_blocks: int  # in all
     preempted: Sequence[int] = ()  # slots
+    more: Sequence[Growth] = ()  # of the kinds after kind 0
+
+    @property
+    def needs(self) -> list[int]:
+        """Blocks of each kind."""
+        return [self.num_blocks, *(growth.num_blocks for growth in self.more)]
 
 
 class Allocator:
@@ -54,15 +62,24 @@ class Allocator:
         max_model_len: int,
         cache: PrefixCache | None = None,
         host: HostTier | None = None,
+        layout: KVLayout | None = None,
     ) -> None:
         blocks_per_slot = -(-max_model_len // block_size)
-        if num_blocks < blocks_per_slot:
+        if layout is not None:
+            _check_size(layout, max_model_len)
+        elif num_blocks < blocks_per_slot:
             raise ValueError(
                 f"num_blocks = {num_blocks}: one sequence of max_model_len = {max_model_len} tokens needs "
                 f"{blocks_per_slot} blocks of {block_size}; the largest that fits is {num_blocks * block_size} tokens"
             )
         self.last_granted = -1  # number of the last granted step
-        self._slot_blocks = SlotBlocks(num_blocks, block_size, num_slots, blocks_per_slot, cache, host)
+        self.layout = layout  # None: one kind whose queries see all keys
+        self._slot_blocks = SlotBlocks(num_blocks, block_size, num_slots, blocks_per_slot, cache, host, layout)
+        self.kinds = self._slot_blocks.kinds  # public, for inspection
+        self._more = self._slot_blocks.more  # the kinds after kind 0
+        self._has_windows = self._slot_blocks.has_windows
+        kinds = range(0 if layout is None else len(layout.kinds))
+        self._most_of_one = [layout.most_blocks(kind, max_model_len) for kind in kinds] if layout is not None else []
         self.pool, self.tables = self._slot_blocks.pool, self._slot_blocks.tables  # public, for inspection
         self._ones = np.ones(num_slots, np.int32)
         self._nothing = np.zeros(num_slots, np.int32)  # `num_cached` of most plans
@@ -127,15 +144,16 @@ class Allocator:
                 if not granted[row]:
                     slot_blocks.detach(hand, row)
         allocation = self._with_blocks(plan, granted)
-        if allocation.num_blocks > self.pool.num_available:
+        if not self._fits(allocation.num_blocks, allocation.more):
             for row in starting_rows:
                 slot_blocks.detach(hand, row)
             hand.drop_drafts()  # before any sequence is preempted or waits
-            preemptor = Preemptor(slot_blocks, hand, starting_rows)
+            preemptor = Preemptor(slot_blocks, hand, starting_rows, self.last_granted)
             preemptor.serve()
-            grows = preemptor.new_blocks.nonzero()[0]
-            counts = preemptor.new_blocks[grows]
-            allocation = _PlanAllocation(preemptor.granted, grows, counts, int(counts.sum()), preemptor.preempted)
+            first, *more = (_growth(new_blocks) for new_blocks in preemptor.new_blocks)
+            allocation = _PlanAllocation(
+                preemptor.granted, first.rows, first.counts, first.num_blocks, preemptor.preempted, more
+            )
         grant = self._grant(hand, allocation)
         return grant, self._report(hand, allocation.granted, allocation.preempted, is_void=grant is None)
 
@@ -149,20 +167,24 @@ class Allocator:
             self._steady = None
             return None
         if self._steady is None:
-            self._steady = SteadyDecode(plan.slots, self.tables)
-        if not self._steady.is_whole or self._steady.num_blocks > self.pool.num_available:
+            self._steady = SteadyDecode(plan.slots, self.tables, [each.tables for each in self._more])
+        if not self._steady.is_whole or not self._fits(self._steady.growth.num_blocks, self._steady.more):
             self._steady = self._last_slots = None
         return self._steady
 
     def _serve_steady(self, hand: PlanInHand, steady: SteadyDecode) -> tuple[StepGrant, PlanReport]:
         plan = hand.plan
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
-        if steady.num_blocks:
-            blocks = self.pool.take_behind(steady.last_blocks(), [1] * steady.num_blocks, steady.num_blocks, hand)
-            table_slots, table_places = steady.grow(blocks)
+        more_tables = self._grow_steady(hand, steady) if self._more else ()
+        growth = steady.growth
+        if growth.num_blocks:
+            blocks = self.pool.take_behind(growth.last_blocks(), [1] * growth.num_blocks, growth.num_blocks, hand)
+            table_slots, table_places = growth.grow(blocks)
         starts = steady.step()
         self.last_granted = plan.step
         self._slot_blocks.last_step[plan.slots] = plan.step
+        if self._has_windows:
+            self._slot_blocks.retire(plan.slots, plan.step)
         grant = StepGrant(
             step=plan.step,
             generation=plan.generation,
@@ -176,23 +198,41 @@ class Allocator:
             is_decode=True,
             copies=tuple(hand.copies),
             adapter_loads=plan.adapter_loads,
+            more_tables=more_tables,
         )
         return grant, self._report(hand, plan.num_wanted, ())
+
+    def _grow_steady(self, hand: PlanInHand, steady: SteadyDecode) -> tuple[TableEntries, ...]:
+        """Makes room for all kinds, and takes the blocks of those after kind 0."""
+        self._slot_blocks.reserve(steady.needs(), hand)
+        made = []
+        for each, growth in zip(self._more, steady.more, strict=True):
+            if count := growth.num_blocks:
+                blocks = each.pool.take_behind(growth.last_blocks(), [1] * count, count, hand)
+                made.append(TableEntries(each.kind, *growth.grow(blocks), blocks))
+        return tuple(made)
 
     # -- other plans
 
     def _with_blocks(self, plan: StepPlan, granted: Ints) -> _PlanAllocation:
-        """The blocks that all rows need, whether or not the pool has them."""
+        """The blocks that all rows need, whether or not the pools have them."""
         tables, slots = self.tables, plan.slots
         lengths = tables.num_tokens[slots] + granted
+        more = [_growth_to(each.tables, plan, granted, lengths) for each in self._more] if self._more else ()
         if plan.num_reserved is not None:
-            lengths = np.maximum(lengths, plan.num_reserved * (granted > 0))
+            lengths = _with_reserved(tables, plan, granted, lengths)
         num_beyond = lengths - tables.capacity[slots]  # tokens beyond the capacity of the slot's blocks
         grows = (num_beyond > 0).nonzero()[0]
         if plan.is_decode and plan.num_reserved is None:
-            return _PlanAllocation(granted, grows, self._ones[: len(grows)], len(grows))
+            return _PlanAllocation(granted, grows, self._ones[: len(grows)], len(grows), (), more)
         counts = tables.num_blocks_for(num_beyond[grows])
-        return _PlanAllocation(granted, grows, counts, int(counts.sum()))
+        return _PlanAllocation(granted, grows, counts, int(counts.sum()), (), more)
+
+    def _fits(self, num_blocks: int, more: Sequence[Growth | SteadyGrowth]) -> bool:
+        """Whether the pools have so many blocks of kind 0, and those of the others."""
+        if not self._more:
+            return num_blocks <= self.pool.num_available
+        return self._slot_blocks.fits([num_blocks, *(growth.num_blocks for growth in more)])
 
     # -- grant and report
 
@@ -207,6 +247,10 @@ class Allocator:
         if not len(slots) and not hand.copies and not plan.adapter_loads:
             return None
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
+        more_tables: tuple[TableEntries, ...] = ()
+        if self._more:
+            slot_blocks.reserve(allocation.needs, hand)
+            more_tables = slot_blocks.grow_more(hand, allocation.more)
         if allocation.num_blocks or hand.begun:
             table_slots, table_places, blocks = slot_blocks.grow(
                 hand, plan.slots[allocation.grows], allocation.counts, allocation.num_blocks
@@ -221,6 +265,8 @@ class Allocator:
             slot_blocks.copy_in(hand)
         if slot_blocks.publisher is not None and not plan.is_decode:
             slot_blocks.publisher.note_grant(plan.step, slots, starts, ends, self._num_begun(hand, slots))
+        if self._has_windows:
+            slot_blocks.retire(slots, plan.step)
         return StepGrant(
             step=plan.step,
             generation=plan.generation,
@@ -236,6 +282,7 @@ class Allocator:
             started=slot_blocks.take_started(hand, slots) if slot_blocks.started else (),
             copies=tuple(hand.copies),
             adapter_loads=plan.adapter_loads,
+            more_tables=more_tables,
         )
 
     def _num_begun(self, hand: PlanInHand, slots: Indices) -> Ints:
@@ -252,19 +299,29 @@ class Allocator:
         is_reset: bool = False,
     ) -> PlanReport:
         pool, host = self.pool, self.host
+        num_free, num_quarantined = self._room() if self._more else (pool.num_available, pool.num_quarantined)
         return PlanReport(
             step=hand.plan.step,
             num_granted=granted,
             num_cached=self._num_begun(hand, hand.plan.slots),
             preempted=preempted,
-            num_free=pool.num_available,
-            num_quarantined=pool.num_quarantined,
+            num_free=num_free,
+            num_quarantined=num_quarantined,
             num_host_free=0 if host is None else host.pool.num_available,
             num_host_quarantined=0 if host is None else host.pool.num_quarantined,
             swapped=hand.swapped,
             is_void=is_void,
             is_reset=is_reset,
         )
+
+    def _room(self) -> tuple[int, int]:
+        """Blocks of kind 0 for one more sequence, with what it needs of other kinds: now, and once steps are done."""
+        slabs = self._slot_blocks.slabs
+        assert slabs is not None, "kind 0 is the only one"
+        num_free = slabs.of_one_more(self._most_of_one)
+        if not any(each.pool.num_quarantined for each in self.kinds):
+            return num_free, 0
+        return num_free, max(1, slabs.of_one_more(self._most_of_one, with_quarantined=True) - num_free)
 
     # -- after a crash
 
@@ -274,6 +331,49 @@ class Allocator:
         self._slot_blocks.reset(plan.completed_step, self.last_granted)
         self._steady = self._last_slots = None
         return self._report(PlanInHand.of(plan), np.zeros_like(plan.num_wanted), (), is_void=True, is_reset=True)
+
+
+def _check_size(layout: KVLayout, max_model_len: int) -> None:
+    """Raises ValueError unless one sequence of `max_model_len` tokens fits, alone and computed token by token."""
+    size = layout.block_size
+    needs = [layout.most_blocks(kind, max_model_len) for kind in range(len(layout.kinds))]
+    if len(needs) == 1:
+        if layout.num_blocks[0] < needs[0]:
+            raise ValueError(
+                f"num_blocks = {layout.num_blocks[0]}: one sequence of max_model_len = {max_model_len} tokens needs "
+                f"{needs[0]} blocks of {size}"
+            )
+    elif layout.num_slabs < layout.slabs_of_one(max_model_len):
+        words = [f"{need} blocks of kind {kind.name}" for need, kind in zip(needs, layout.kinds, strict=True)]
+        raise ValueError(
+            f"num_slabs = {layout.num_slabs} of {layout.slab_bytes} bytes: one sequence of max_model_len = "
+            f"{max_model_len} tokens needs {layout.slabs_of_one(max_model_len)}, for {' and '.join(words)} of {size} "
+            f"tokens; give more memory, or lower max_model_len"
+        )
+
+
+def _growth_to(tables: BlockTables, plan: StepPlan, granted: Ints, lengths: Ints) -> Growth:
+    """The blocks that tables need for these lengths, [R], of the rows of a plan."""
+    if plan.num_reserved is not None:
+        lengths = _with_reserved(tables, plan, granted, lengths)
+    num_beyond = lengths - tables.capacity[plan.slots]
+    rows = (num_beyond > 0).nonzero()[0]
+    counts = tables.num_blocks_for(num_beyond[rows])
+    return Growth(rows, counts, int(counts.sum()))
+
+
+def _with_reserved(tables: BlockTables, plan: StepPlan, granted: Ints, lengths: Ints) -> Ints:
+    """`lengths`, or what rows reserve if that is more."""
+    assert plan.num_reserved is not None
+    reserved: Ints = np.maximum(lengths, tables.reservable(plan.slots, plan.num_reserved) * (granted > 0))
+    return reserved
+
+
+def _growth(new_blocks: Ints) -> Growth:
+    """`new_blocks`, [R] for each row, as growth."""
+    rows = new_blocks.nonzero()[0]
+    counts = new_blocks[rows]
+    return Growth(rows, counts, int(counts.sum()))
 
 
 def _cut_to_budget(hand: PlanInHand) -> Ints:

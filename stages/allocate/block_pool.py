@@ -1,4 +1,4 @@
-"""The pool of KV blocks with the state of each, and the block tables of the slots.
+"""The pool of KV blocks with the state of each. The block tables of the slots are in `block_tables.py`.
 
 It deals with block ids and step numbers only; it touches no tensor.
 """
@@ -29,13 +29,14 @@ class BlockState(enum.IntEnum):
     IN_USE = 1  # in at least one table
     CACHED = 2  # in no table, but its contents may be reused; evicted when free blocks run out
     QUARANTINED = 3  # in no table, while steps in flight may still touch it
+    ABSENT = 4  # in a slab that is not lent to the pool's kind (`slab_pool.py`)
 
 
 MANY_RUNS = 8  # with fewer runs of cached blocks, eviction is strictly least recently cached first
 RUN_TOKENS = 256  # tokens whose keys are contiguous in the native cache
 
 # Plain ints: numpy looks up `__array_ufunc__` of an enum member at each use, which is slow.
-FREE, IN_USE, CACHED, QUARANTINED = (int(state) for state in BlockState)
+FREE, IN_USE, CACHED, QUARANTINED, ABSENT = (int(state) for state in BlockState)
 
 
 class BlockPool:
@@ -53,19 +54,20 @@ class BlockPool:
     of the long-cached range around the least recently cached one.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, run_size: int | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks = {num_blocks}: a pool holds at least 1 block")
         self.num_blocks = num_blocks
         self.block_size = block_size  # tokens a block
         self.num_free = num_blocks
         self.num_quarantined = 0
+        self.num_absent = 0
         self.num_moves = 0  # state changes so far, other than free to in use
         self.num_evicted = 0  # cached blocks evicted so far
         self._listeners: list[EvictionListener] = []
         self.state = np.full(num_blocks, FREE, np.int8)  # [N]
         self.num_tables = np.zeros(num_blocks, np.int32)  # [N] tables that hold the block
-        self.run_size = run_size = max(1, RUN_TOKENS // block_size)
+        self.run_size = run_size = run_size or max(1, RUN_TOKENS // block_size)
         self._run_sizes = [min(run_size, num_blocks - first) for first in range(0, num_blocks, run_size)]  # [R] blocks
         self._num_free_of = self._run_sizes.copy()  # [R] blocks that are free
         self._whole = OrderedDict.fromkeys(reversed(range(len(self._run_sizes))))  # free runs; the last is next
@@ -90,7 +92,7 @@ class BlockPool:
     @property
     def num_in_use(self) -> int:
         """Blocks in tables."""
-        return self.num_blocks - self.num_free - self.num_quarantined - len(self._cached)
+        return self.num_blocks - self.num_absent - self.num_free - self.num_quarantined - len(self._cached)
 
     @property
     def num_shared(self) -> int:
@@ -342,7 +344,7 @@ class BlockPool:
     def check(self) -> None:
         """Raises AssertionError unless the counts, the states and the runs agree (I3, I4)."""
         counted = np.bincount(self.state, minlength=len(BlockState))
-        kept_counts = [self.num_free, self.num_in_use, self.num_cached, self.num_quarantined]
+        kept_counts = [self.num_free, self.num_in_use, self.num_cached, self.num_quarantined, self.num_absent]
         assert counted.tolist() == kept_counts, f"blocks by state are {counted.tolist()}, counted {kept_counts}"
         firsts = np.arange(0, self.num_blocks, self.run_size)
         num_free_of = np.add.reduceat(self.state == FREE, firsts, dtype=np.int64).tolist()
@@ -361,66 +363,3 @@ class BlockPool:
             for _, blocks in self._quarantine:
                 is_waiting[blocks] = True
             assert is_waiting[self.state == QUARANTINED].all(), "a quarantined block waits for no step"
-
-
-class BlockTables:
-    """The block tables: token `i` of slot `s` is in block `blocks[s, i // block_size]`.
-
-    Columnar: one row per slot, so that a step of 256 sequences is a few numpy operations and no loop.
-    """
-
-    def __init__(self, num_slots: int, blocks_per_slot: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.blocks = np.zeros((num_slots, blocks_per_slot), np.int32)  # [S, M] block ids, in token order
-        self.capacity = np.zeros(num_slots, np.int32)  # [S] capacity of the slot's blocks in tokens
-        self.num_tokens = np.zeros(num_slots, np.int32)  # [S] tokens in the blocks; the last block may be partly filled
-
-    @property
-    def num_blocks(self) -> Ints:
-        """[S] valid entries of each row of `blocks`."""
-        return self.capacity // self.block_size
-
-    def num_blocks_for(self, num_tokens: Ints) -> Ints:
-        """Blocks that hold `num_tokens` tokens, elementwise."""
-        return -(-num_tokens // self.block_size)
-
-    def last_blocks(self, slots: Indices) -> list[int]:
-        """The last block of each slot; -1 if it has none."""
-        places = self.capacity[slots] // self.block_size - 1
-        last_blocks: list[int] = np.where(places < 0, -1, self.blocks[slots, places]).tolist()
-        return last_blocks
-
-    def append(self, slots: Indices, counts: Ints, blocks: Ints) -> tuple[Indices, Indices]:
-        """Appends `counts[i]` of `blocks`, in order, to the table of `slots[i]`.
-
-        Returns (slot, place) of each, [B].
-        """
-        if len(blocks) == len(slots):  # one each, as in decoding
-            owners, places = slots, (self.capacity[slots] // self.block_size).astype(np.intp)
-        else:
-            owners = np.repeat(slots, counts)
-            places = self.num_blocks[owners] + np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self.blocks[owners, places] = blocks
-        self.capacity[slots] += counts * self.block_size
-        return owners, places
-
-    @property
-    def waste(self) -> float:
-        """The unused share of the running sequences' blocks; 0 if none run."""
-        capacity = int(self.capacity.sum())
-        return 1.0 - int(self.num_tokens.sum()) / capacity if capacity else 0.0
-
-    def clear(self, slot: int) -> Ints:
-        """Empties the table of `slot`. Returns the blocks it held."""
-        held = self.blocks[slot, : self.capacity[slot] // self.block_size].copy()
-        self.capacity[slot] = self.num_tokens[slot] = 0
-        return held
-
-    def clear_all(self) -> None:
-        """Empties every table."""
-        self.capacity[:] = self.num_tokens[:] = 0
-
-    def held(self) -> Ints:
-        """The blocks of all tables, one after another."""
-        columns = np.arange(self.blocks.shape[1])
-        return self.blocks[columns < self.num_blocks[:, None]]

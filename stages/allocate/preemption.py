@@ -10,8 +10,11 @@ from collections.abc import Collection
 import numpy as np
 
 from ..messages import Ints
+from .block_tables import BlockTables
 from .plan_in_hand import PlanInHand
 from .slot_blocks import SlotBlocks
+
+Needs = list[int]  # blocks of each kind
 
 
 class Preemptor:
@@ -23,10 +26,12 @@ class Preemptor:
     where decodes come before prefills of better rank.
     """
 
-    def __init__(self, slot_blocks: SlotBlocks, hand: PlanInHand, starting_rows: Collection[int]) -> None:
+    def __init__(
+        self, slot_blocks: SlotBlocks, hand: PlanInHand, starting_rows: Collection[int], last_granted: int
+    ) -> None:
         plan = hand.plan
         self.granted: Ints = np.zeros_like(plan.num_wanted)  # [R] tokens
-        self.new_blocks: Ints = np.zeros_like(plan.num_wanted)  # [R]
+        self.new_blocks: list[Ints] = [np.zeros_like(plan.num_wanted) for _ in slot_blocks.kinds]  # [R] of each kind
         self.preempted: list[int] = []  # slots
         self._slot_blocks = slot_blocks
         self._hand, self._plan = hand, plan
@@ -34,16 +39,21 @@ class Preemptor:
         self._row_of = {slot: row for row, slot in enumerate(plan.slots.tolist())}
         self._budget = plan.token_budget
         self._waiting_rank = -1  # highest rank of a row that waits for blocks
+        self._taken = [0] * len(slot_blocks.kinds)  # sums of `new_blocks`
+        self._is_idle = plan.completed_step >= last_granted  # no step is in flight, so that nothing will change
 
     def serve(self) -> None:
         """Fills in `granted`, `new_blocks` and `preempted`."""
         for row, slot in enumerate(self._plan.slots.tolist()):
             if slot not in self.preempted:
                 self._serve_row(row)
+        if self._is_idle and self._waiting_rank >= 0 and not self.preempted and not self.granted.any():
+            self._preempt_last()
 
-    @property
-    def _num_free(self) -> int:
-        return self._slot_blocks.pool.num_available - int(self.new_blocks.sum())
+    def _fits(self, need: Needs, *, with_quarantined: bool = False) -> bool:
+        """Whether `need` fits beside what earlier rows of the plan get."""
+        total = [taken + more for taken, more in zip(self._taken, need, strict=True)]
+        return self._slot_blocks.fits(total, with_quarantined=with_quarantined)
 
     def _serve_row(self, row: int) -> None:
         plan, is_beginner = self._plan, row in self._starting_rows
@@ -54,33 +64,44 @@ class Preemptor:
             wanted = self._budget if plan.allows_partial else 0
         is_behind = rank <= self._waiting_rank
         need = self._need(row, wanted)
-        while need > self._num_free and not is_behind:
+        while not is_behind and not self._fits(need):
             victim = self._next_victim(row, need)
             if victim is None:
                 break
             self._preempt(victim)
-        if need > self._num_free or (is_behind and need > 0):
-            wanted, need = (0, 0) if is_behind else self._what_fits(row, wanted)
+        if any(need) if is_behind else not self._fits(need):
+            wanted, need = (0, self._nothing) if is_behind else self._what_fits(row, wanted)
             self._waiting_rank = max(self._waiting_rank, rank)
-        self.granted[row], self.new_blocks[row] = wanted, need
+        self._give(row, wanted, need)
         self._budget -= wanted
         if is_beginner and not wanted:
             self._slot_blocks.detach(self._hand, row)
 
-    def _need(self, row: int, granted: int) -> int:
-        """Blocks that the row lacks for `granted` more tokens."""
+    def _give(self, row: int, granted: int, need: Needs) -> None:
+        """The row gets `granted` tokens and `need` blocks, in place of what it had."""
+        self.granted[row] = granted
+        for kind, new_blocks in enumerate(self.new_blocks):
+            self._taken[kind] += need[kind] - int(new_blocks[row])
+            new_blocks[row] = need[kind]
+
+    @property
+    def _nothing(self) -> Needs:
+        return [0] * len(self._taken)
+
+    def _need(self, row: int, granted: int) -> Needs:
+        """Blocks of each kind that the row lacks for `granted` more tokens."""
         if granted == 0:
-            return 0
-        tables, slot = self._slot_blocks.tables, self._plan.slots[row]
-        length = max(int(tables.num_tokens[slot]) + granted, self._num_reserved(row))
-        return max(-(-(length - int(tables.capacity[slot])) // tables.block_size), 0)
+            return self._nothing
+        slot, num_reserved = self._plan.slots[row], self._num_reserved(row)
+        length = int(self._slot_blocks.tables.num_tokens[slot]) + granted
+        return [_num_lacking(each.tables, slot, length, num_reserved) for each in self._slot_blocks.kinds]
 
     def _num_reserved(self, row: int) -> int:
         return 0 if self._plan.num_reserved is None else int(self._plan.num_reserved[row])
 
-    def _next_victim(self, row: int, need: int) -> int | None:
+    def _next_victim(self, row: int, need: Needs) -> int | None:
         """The next slot to preempt for `row`; None if quarantined blocks suffice or none is left."""
-        if need <= self._num_free + self._slot_blocks.pool.num_quarantined:
+        if self._fits(need, with_quarantined=True):
             return None
         for victim in self._plan.victims[: self._plan.num_victims[row]].tolist():
             if victim not in self.preempted and self._slot_blocks.tables.capacity[victim] > 0:
@@ -94,13 +115,40 @@ class Preemptor:
         row = self._row_of.get(slot)
         if row is not None:
             self._budget += int(self.granted[row])
-            self.granted[row] = self.new_blocks[row] = 0
+            self._give(row, 0, self._nothing)
 
-    def _what_fits(self, row: int, wanted: int) -> tuple[int, int]:
-        """The part of the wanted tokens that fits into the free blocks: (tokens, blocks)."""
-        if not self._plan.allows_partial or self._num_reserved(row) > 0:
-            return 0, 0
-        tables, slot = self._slot_blocks.tables, self._plan.slots[row]
-        capacity = int(tables.capacity[slot]) + self._num_free * tables.block_size
-        fits = max(0, min(wanted, capacity - int(tables.num_tokens[slot])))
+    def _preempt_last(self) -> None:
+        """Preempts the row of lowest rank that has blocks, as no row can go on and no step is in flight.
+
+        Only windows come to this: what a sequence needs is free, but spread over slabs of another kind. Computed again,
+        its blocks lie together.
+        """
+        holders = [row for slot, row in self._row_of.items() if self._slot_blocks.tables.capacity[slot] > 0]
+        if self._slot_blocks.has_windows and holders:
+            ranks = self._plan.num_victims[holders].tolist()
+            _, row = min(zip(ranks, (-row for row in holders), strict=True))
+            self._preempt(int(self._plan.slots[-row]))
+
+    def _what_fits(self, row: int, wanted: int) -> tuple[int, Needs]:
+        """The part of the wanted tokens that fits into the free blocks: (tokens, blocks).
+
+        A row that reserves gets all or nothing, unless what it computes at once counts: that of a window does.
+        """
+        if not self._plan.allows_partial or (self._num_reserved(row) > 0 and not self._slot_blocks.has_windows):
+            return 0, self._nothing
+        fits = 0
+        while fits < wanted:  # the most tokens whose blocks fit: any fewer fit too
+            middle = (fits + wanted + 1) // 2
+            if self._fits(self._need(row, middle)):
+                fits = middle
+            else:
+                wanted = middle - 1
         return fits, self._need(row, fits)
+
+
+def _num_lacking(tables: BlockTables, slot: int, length: int, num_reserved: int) -> int:
+    """Blocks that a slot lacks for `length` tokens, and for those that it may reserve."""
+    if num_reserved:
+        slots, reserved = np.array([slot]), np.array([num_reserved], np.int32)
+        length = max(length, int(tables.reservable(slots, reserved)[0]))
+    return max(-(-(length - int(tables.capacity[slot])) // tables.block_size), 0)

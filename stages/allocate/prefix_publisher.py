@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..messages import Bools, Indices, Ints, Started, StepDone, StepPlan
-from .block_pool import BlockPool, BlockTables
+from .block_pool import BlockPool
+from .block_tables import BlockTables
 from .kind_index import KindIndex
 from .plan_in_hand import PlanInHand
 from .prefix_cache import BlockChain, PrefixCache, PrefixMatch

@@ -5,22 +5,47 @@ The allocator decides how much each row gets; this file carries it out.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..messages import NO_INTS, BlockCopy, Direction, Indices, Ints, Started
-from .block_pool import BlockPool, BlockTables
+from ...kernels.layout.kv_layout import KVLayout
+from ..messages import NO_INTS, BlockCopy, Direction, Indices, Ints, Started, TableEntries
+from .block_pool import BlockPool
+from .block_tables import BlockTables, WindowTables
 from .host_tier import HostTier
 from .plan_in_hand import PlanInHand, ReusedPrefix
 from .prefix_cache import PrefixCache, PrefixMatch
 from .prefix_publisher import PrefixPublisher
+from .slab_pool import SlabPool
 
 NOTHING_FOUND = PrefixMatch(NO_INTS, NO_INTS, None, 0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KindBlocks:
+    """The blocks of one kind (see `KVLayout`), and which slots hold them."""
+
+    kind: int
+    pool: BlockPool
+    tables: BlockTables
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Growth:
+    """New blocks of one kind for some rows of a plan."""
+
+    rows: Indices  # [G]
+    counts: Ints  # [G] blocks for each
+    num_blocks: int  # in all
+
+
 class SlotBlocks:
-    """The state of one pool and its slots. What a plan causes is collected in the plan in hand."""
+    """The state of one pool a kind and of the slots. What a plan causes is collected in the plan in hand.
+
+    `pool` and `tables` are those of kind 0.
+    """
 
     def __init__(
         self,
@@ -30,9 +55,19 @@ class SlotBlocks:
         blocks_per_slot: int,
         cache: PrefixCache | None,
         host: HostTier | None,
+        layout: KVLayout | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
-        self.tables = BlockTables(num_slots, blocks_per_slot, block_size)
+        self.slabs = SlabPool(layout) if layout is not None and len(layout.kinds) > 1 else None
+        pools = (BlockPool(num_blocks, block_size),) if self.slabs is None else self.slabs.pools
+        self.kinds = _kinds(pools, layout, num_slots, blocks_per_slot)
+        self.more = self.kinds[1:]
+        self.pool, self.tables = self.kinds[0].pool, self.kinds[0].tables
+        self._windows = [(each.pool, each.tables) for each in self.kinds if isinstance(each.tables, WindowTables)]
+        self.has_windows = bool(self._windows)
+        has_one_kind = not self.more and not self.has_windows
+        assert has_one_kind or (cache is None and host is None), (
+            "the prefix cache and the host tier hold blocks of one kind"
+        )
         self.host = host
         self.publisher = None if cache is None else PrefixPublisher(cache, self.pool, self.tables)
         self.completed_step = -1
@@ -54,6 +89,8 @@ class SlotBlocks:
         if self.publisher is not None:
             self.publisher.complete_steps(plan)
         self.pool.complete_steps(plan.completed_step)
+        for each in self.more:
+            each.pool.complete_steps(plan.completed_step)
         if self.host is not None:
             self._forget_on_host(self.host.complete_steps(plan.completed_step, plan.voided, plan.generation))
             for sequence_id in plan.discarded:
@@ -80,7 +117,13 @@ class SlotBlocks:
         self._give_up_beginning(hand, slot)
         if self.publisher is not None:
             self.publisher.drop(slot)
-        self.pool.give_back(self.tables.clear(slot), int(self.last_step[slot]), self.completed_step)
+        self._clear(slot, int(self.last_step[slot]))
+
+    def _clear(self, slot: int, last_step: int) -> None:
+        """Gives back all blocks of a slot; step `last_step` may still touch them."""
+        self.pool.give_back(self.tables.clear(slot), last_step, self.completed_step)
+        for each in self.more:
+            each.pool.give_back(each.tables.clear(slot), last_step, self.completed_step)
 
     def preempt(self, hand: PlanInHand, slot: int) -> None:
         """Preempts a slot in the plan in hand: swaps it out if there is room and it pays.
@@ -172,7 +215,7 @@ class SlotBlocks:
         if self.publisher is not None:
             self.publisher.begin_no_more(slot)
         self._give_up_beginning(hand, slot)
-        self.pool.give_back(self.tables.clear(slot), -1, self.completed_step)
+        self._clear(slot, -1)
 
     def _give_up_beginning(self, hand: PlanInHand, slot: int) -> None:
         beginning = hand.begun.pop(slot, None)
@@ -188,6 +231,17 @@ class SlotBlocks:
 
     # -- granting
 
+    def fits(self, needs: Sequence[int], *, with_quarantined: bool = False) -> bool:
+        """Whether the pools have `needs`, blocks of each kind; `with_quarantined`, once steps in flight are done."""
+        if self.slabs is not None:
+            return self.slabs.fits(needs, with_quarantined=with_quarantined)
+        return needs[0] <= self.pool.num_available + self.pool.num_quarantined * with_quarantined
+
+    def reserve(self, needs: Sequence[int], hand: PlanInHand) -> None:
+        """Makes sure that each kind can take its `needs`; check `fits` first."""
+        if self.slabs is not None:
+            self.slabs.reserve(needs, hand)
+
     def grow(self, hand: PlanInHand, slots: Indices, counts: Ints, num_blocks: int) -> tuple[Indices, Indices, Ints]:
         """Takes `num_blocks` new blocks, `counts[i]` for `slots[i]`.
 
@@ -201,6 +255,28 @@ class SlotBlocks:
             table_places = np.concatenate([table_places, np.arange(len(found))])
             blocks = np.concatenate([blocks, found])
         return table_slots, table_places, blocks
+
+    def grow_more(self, hand: PlanInHand, growths: Sequence[Growth]) -> tuple[TableEntries, ...]:
+        """Takes the new blocks of the kinds after kind 0."""
+        made = []
+        for each, growth in zip(self.more, growths, strict=True):
+            if growth.num_blocks:
+                slots = hand.plan.slots[growth.rows]
+                last_blocks = each.tables.last_blocks(slots)
+                blocks = each.pool.take_behind(last_blocks, growth.counts.tolist(), growth.num_blocks, hand)
+                made.append(TableEntries(each.kind, *each.tables.append(slots, growth.counts, blocks), blocks))
+        return tuple(made)
+
+    def retire(self, slots: Indices, step: int) -> None:
+        """Takes the blocks of windows that no query of `slots` after `step` sees, and `step` is granted.
+
+        A slot has as many tokens as `step` surely leaves it: drafts do not count, as they may be rejected. If the step
+        is voided, its slots are dropped.
+        """
+        for pool, tables in self._windows:
+            due = tables.due(slots)
+            if len(due):
+                pool.give_back(tables.retire(due), step, self.completed_step)
 
     def _move_out(self, blocks: list[int], hand: PlanInHand | None) -> None:
         """Copies evicted blocks to the host, as far as there is room and it pays."""
@@ -278,12 +354,13 @@ class SlotBlocks:
     def reset(self, completed_step: int, last_granted: int) -> None:
         """Clears all block tables. All blocks become free once the steps granted so far are done."""
         self.completed_step = completed_step
-        self.tables.clear_all()
         self.started.clear()
         if self.publisher is not None:
             self.publisher.drop_all()
-        self.pool.seize_all(last_granted)
-        self.pool.complete_steps(completed_step)
+        for each in self.kinds:
+            each.tables.clear_all()
+            each.pool.seize_all(last_granted)
+            each.pool.complete_steps(completed_step)
         if self.host is not None:
             self.host.forget_all(last_granted)
             self.host.pool.complete_steps(completed_step)
@@ -293,17 +370,42 @@ class SlotBlocks:
 
         Each block is in as many tables as the pool counts, and the pool keeps exactly the blocks in the cache.
         """
-        self.pool.check()
-        num_tables = np.bincount(self.tables.held(), minlength=self.pool.num_blocks)
-        wrong = (num_tables != self.pool.num_tables).nonzero()[0]
-        assert not len(wrong), f"blocks {wrong.tolist()} are in other tables than the pool counts"
-        if self.publisher is None:
-            assert num_tables.max(initial=0) <= 1, "two tables hold one block"
-        else:
+        for each in self.kinds:
+            self._check_kind(each)
+        if self.slabs is not None:
+            self.slabs.check()
+        if self.publisher is not None:
             self.publisher.check()
         if self.host is not None:
             self.host.check()
             places = set() if self.publisher is None else self.publisher.cache.places()
             assert self.host.pool.kept() == places, "the host pool keeps other blocks than the cache holds"
-        assert not (self.tables.capacity % self.tables.block_size).any(), "the capacity of a table ends within a block"
-        assert (self.tables.num_tokens <= self.tables.capacity).all(), "a slot has tokens without a block"
+
+    def _check_kind(self, each: KindBlocks) -> None:
+        pool, tables = each.pool, each.tables
+        pool.check()
+        num_tables = np.bincount(tables.held(), minlength=pool.num_blocks)
+        wrong = (num_tables != pool.num_tables).nonzero()[0]
+        assert not len(wrong), f"blocks {wrong.tolist()} are in other tables than the pool counts"
+        assert self.publisher is not None or num_tables.max(initial=0) <= 1, "two tables hold one block"
+        assert not (tables.capacity % tables.block_size).any(), "the capacity of a table ends within a block"
+        assert (tables.num_tokens <= tables.capacity).all(), "a slot has tokens without a block"
+
+
+def _kinds(
+    pools: Sequence[BlockPool], layout: KVLayout | None, num_slots: int, blocks_per_slot: int
+) -> tuple[KindBlocks, ...]:
+    """The blocks of each kind. All tables have one array of `num_tokens`."""
+    found: list[KindBlocks] = []
+    for number, pool in enumerate(pools):
+        kind = None if layout is None else layout.kinds[number]
+        if kind is None or kind.window is None:
+            tables = BlockTables(num_slots, blocks_per_slot, pool.block_size)
+        else:
+            assert layout is not None
+            most = layout.most_blocks(number, blocks_per_slot * pool.block_size)
+            tables = WindowTables(kind, most, num_slots, blocks_per_slot, pool.block_size)
+        if found:
+            tables.num_tokens = found[0].tables.num_tokens
+        found.append(KindBlocks(number, pool, tables))
+    return tuple(found)

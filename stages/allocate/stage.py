@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ...kernels.layout.kv_layout import KVLayout
 from ...runtime.histogram import Histogram
 from ...runtime.stage import Context, Crash, Outlet, Stage
 from ...runtime.trace.step_rows import StepRows
@@ -45,8 +46,9 @@ class Allocate(Stage[StepPlan, StepGrant]):
         max_model_len: int,
         cache: PrefixCache | None = None,
         host: HostTier | None = None,
+        layout: KVLayout | None = None,
     ) -> None:
-        self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len, cache, host)
+        self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len, cache, host, layout)
         self.call_log: CallLog | None = None
         self.step_tokens = Histogram(STEP_TOKENS)  # tokens computed in each step with rows
         self._block_size = block_size

@@ -5,12 +5,13 @@ Plain, columnar state behind the allocator.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..messages import Indices, Ints
-from .block_pool import BlockTables
+from .block_tables import BlockTables
 
 
 @dataclass(slots=True, eq=False)
@@ -23,25 +24,17 @@ class BlockCohort:
     sizes: Ints  # [G] tokens per block
 
 
-class SteadyDecode:
-    """Rows that get one token each in every step.
+class SteadyGrowth:
+    """The tables of one kind as the rows grow: each row needs a new block once in `block_size` steps."""
 
-    Each row needs a new block once in `block_size` steps. The rows are grouped once by the step in which they do, and a
-    step handles only its group. Valid for plans with the identical `slots` array, which schedule replaces when a
-    sequence comes or goes.
-    """
-
-    def __init__(self, slots: Indices, tables: BlockTables) -> None:
-        self.slots = slots
-        self.starts: Ints = tables.num_tokens[slots]  # [R] positions of the tokens of the next step
+    def __init__(self, slots: Indices, starts: Ints, tables: BlockTables) -> None:
         self._tables = tables
-        self._ones = np.ones(len(slots), np.int32)
-        num_left = tables.capacity[slots] - self.starts  # [R] tokens that still fit into the slot's blocks
+        num_left = tables.capacity[slots] - starts  # [R] tokens that still fit into the slot's blocks
         order = np.argsort(num_left, kind="stable")
         ends = np.searchsorted(num_left[order], np.arange(tables.block_size), side="right")
         places = tables.capacity[slots] // tables.block_size
         groups = np.split(order, ends)  # the last group: rows with a whole spare block
-        self.is_whole = not len(groups.pop())
+        self.is_whole = not len(groups.pop())  # each row needs its next block within `block_size` steps
         self._cohorts = [
             BlockCohort(
                 slots=slots[rows],
@@ -59,10 +52,9 @@ class SteadyDecode:
         return len(self._cohorts[self._cohort].slots)
 
     def last_blocks(self) -> list[int]:
-        """The last block of each row that needs a new one in the next step."""
+        """The last block of each row that needs a new one in the next step; -1 if it holds none."""
         turn = self._cohorts[self._cohort]
-        last_blocks: list[int] = self._tables.blocks[turn.slots, turn.places - turn.ones].tolist()
-        return last_blocks
+        return self._tables.blocks_at(turn.slots, turn.places - turn.ones)
 
     def grow(self, blocks: Ints) -> tuple[Indices, Indices]:
         """Appends the new blocks to the tables. Returns (slot, place) of each."""
@@ -73,10 +65,37 @@ class SteadyDecode:
         turn.places = places + turn.ones
         return slots, places
 
+    def step(self) -> None:
+        """Advances by one granted step."""
+        self._cohort = (self._cohort + 1) % len(self._cohorts)
+
+
+class SteadyDecode:
+    """Rows that get one token each in every step.
+
+    The rows are grouped once by the step in which they need a new block, and a step handles only its group. Valid for
+    plans with the identical `slots` array, which schedule replaces when a sequence comes or goes.
+    """
+
+    def __init__(self, slots: Indices, tables: BlockTables, more: Sequence[BlockTables] = ()) -> None:
+        self.slots = slots
+        self.starts: Ints = tables.num_tokens[slots]  # [R] positions of the tokens of the next step
+        self._tables = tables
+        self._ones = np.ones(len(slots), np.int32)
+        self.growth = SteadyGrowth(slots, self.starts, tables)
+        self.more = [SteadyGrowth(slots, self.starts, each) for each in more]  # of the other kinds
+        self.is_whole = self.growth.is_whole and all(growth.is_whole for growth in self.more)
+
+    def needs(self) -> list[int]:
+        """Blocks of each kind that the next step needs."""
+        return [self.growth.num_blocks, *(growth.num_blocks for growth in self.more)]
+
     def step(self) -> Ints:
         """Advances by one granted step. Returns the positions of its tokens, [R]."""
         starts = self.starts
         self.starts = starts + self._ones
         self._tables.num_tokens[self.slots] = self.starts
-        self._cohort = (self._cohort + 1) % len(self._cohorts)
+        self.growth.step()
+        for growth in self.more:
+            growth.step()
         return starts

@@ -233,10 +233,13 @@ class CoreStages:
             drafter=_drafter(config, info),
             first_step=first_step,
         )
-        cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching else None
-        host = HostTier.of(info.num_host_blocks, info.block_size, info.num_more_host_blocks, info.kv_layout)
+        layout = info.kv_layout
+        is_shared = layout is None or not layout.has_windows  # what slid out of a window cannot be found or swapped
+        cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching and is_shared else None
+        num_host_blocks = info.num_host_blocks if is_shared else 0
+        host = HostTier.of(num_host_blocks, info.block_size, info.num_more_host_blocks, layout)
         sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
-        self.allocate = Allocate(*sizes, cache, host)
+        self.allocate = Allocate(*sizes, cache, host, layout)
         self.execute, self.sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
         if config.enable_lora:
             self.sample = Sample(loaded.sampler, device, loaded.runner.take_failed_loads)

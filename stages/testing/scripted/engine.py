@@ -17,7 +17,8 @@ from ....runtime.env.env import Env
 from ....runtime.histogram import Histogram
 from ....runtime.pipeline import NotServing
 from ....runtime.startup.phases import Phases
-from ...allocate.block_pool import BlockPool, BlockTables
+from ...allocate.block_pool import BlockPool
+from ...allocate.block_tables import BlockTables
 from ...allocate.host_tier import HostTier
 from ...allocate.prefix_cache import PrefixCache
 from ...config import EngineConfig, resolve_step_size

@@ -14,7 +14,8 @@ import numpy as np
 from pytest import MonkeyPatch
 
 from millrace.stages.allocate import allocator
-from millrace.stages.allocate.block_pool import BlockPool, BlockTables
+from millrace.stages.allocate.block_pool import BlockPool
+from millrace.stages.allocate.block_tables import BlockTables
 from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.partial_blocks import PartialBlocks
 from millrace.stages.allocate.plan_in_hand import PlanInHand, ReusedPrefix

@@ -36,6 +36,7 @@ class Seq:
     last_step: int = -1
     num_preempted: int = 0
     is_finished: bool = False  # on the device, which returns no more tokens of it
+    has_drafts: bool = False  # in a step in flight, so that its number of tokens is not known
 
     @property
     def sequence_id(self) -> int:
@@ -150,7 +151,7 @@ class NaiveScheduler:
 
     def _make_plan(self, started: list[Seq], row_limit: int, spare_budget: int) -> StepPlan | None:
         order = self._running()
-        runnable = [seq for seq in order if seq.num_known < seq.limit]
+        runnable = [seq for seq in order if seq.num_known < seq.limit and not seq.has_drafts]
         decodes = [seq for seq in runnable if seq.num_known - seq.num_computed == 1]
         rows = [*decodes, *(seq for seq in runnable if seq not in decodes)][:row_limit]
         is_settling = self._num_quarantined > 0 and self.completed_step > self._told_step

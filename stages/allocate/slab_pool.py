@@ -1,0 +1,251 @@
+"""Slabs that kinds of KV blocks borrow from one another, and the pool of blocks of one such kind.
+
+A slab is lent to a kind when the kind needs a block and has none free. It goes back as soon as all of its blocks are
+free. Cached blocks are evicted to lend their slab to another kind. See `KVLayout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels.layout.kv_layout import RUN_TOKENS, KVLayout
+from ..messages import Indices, Ints
+from .block_pool import ABSENT, CACHED, FREE, IN_USE, QUARANTINED, BlockPool
+
+if TYPE_CHECKING:
+    from .plan_in_hand import PlanInHand
+
+PLENTY = 1 / 4  # share of slabs that are not lent, with which a new table gets a run of its own
+
+
+class SlabPool:
+    """The slabs of a cache of several kinds, and the pool of each kind.
+
+    `needs` are blocks, one number a kind. A kind can have its own free and cached blocks, then slabs that are not lent,
+    or whose blocks are all free or cached and of which their kind has no need.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.num_slabs = layout.num_slabs
+        self.unlent = list(reversed(range(layout.num_slabs)))  # the last is next
+        self.pools = tuple(KindPool(self, layout, kind) for kind in range(len(layout.kinds)))
+        self._block_bytes = [kind.block_bytes for kind in layout.kinds]
+
+    @property
+    def has_plenty(self) -> bool:
+        """Whether so many slabs are not lent that tables need not share runs."""
+        return len(self.unlent) > PLENTY * self.num_slabs
+
+    def fits(self, needs: Sequence[int], *, with_quarantined: bool = False) -> bool:
+        """Whether all kinds can have their `needs`; `with_quarantined`, once the steps in flight are done."""
+        lacking = -len(self.unlent)
+        for pool, need in zip(self.pools, needs, strict=True):
+            short = need - pool.num_own - pool.num_quarantined * with_quarantined
+            if short > 0:
+                lacking += -(-short // pool.blocks_per_slab)
+        return lacking <= 0 or lacking <= self._num_spare(needs, with_quarantined=with_quarantined)
+
+    def _num_spare(self, needs: Sequence[int], *, with_quarantined: bool = False) -> int:
+        """Lent slabs that their kinds can give up."""
+        pairs = zip(self.pools, needs, strict=True)
+        return sum(pool.num_spare(need, with_quarantined=with_quarantined) for pool, need in pairs)
+
+    def reserve(self, needs: Sequence[int], hand: PlanInHand | None) -> None:
+        """Lends slabs until each kind has its `needs` free or cached; check `fits` first.
+
+        A kind borrows rather than evicts its own cached blocks, unless it is the kind with most of them.
+        """
+        for kind, pool in enumerate(self.pools):
+            while pool.num_own < needs[kind]:
+                donor = None if self.unlent else self._donor(kind, needs)
+                assert self.unlent or donor is not None, f"{needs} blocks are reserved, and do not fit"
+                self._lend(pool, donor, hand)
+        for kind, pool in enumerate(self.pools):
+            while pool.num_free < needs[kind]:
+                donor = None if self.unlent else self._donor(kind, needs)
+                if not self.unlent and (donor is None or self._cached_bytes(donor) <= self._cached_bytes(kind)):
+                    break
+                self._lend(pool, donor, hand)
+
+    def _donor(self, kind: int, needs: Sequence[int]) -> int | None:
+        """The other kind with most cached bytes of those that can give up a slab."""
+        spare = [other for other, pool in enumerate(self.pools) if other != kind and pool.num_spare(needs[other])]
+        return max(spare, key=self._cached_bytes, default=None)
+
+    def _cached_bytes(self, kind: int) -> int:
+        return self.pools[kind].num_cached * self._block_bytes[kind]
+
+    def _lend(self, pool: KindPool, donor: int | None, hand: PlanInHand | None) -> None:
+        if donor is not None:
+            self.pools[donor].give_up_slab(hand)
+        pool.borrow(self.unlent.pop())
+
+    def of_one_more(self, most: Sequence[int], *, with_quarantined: bool = False) -> int:
+        """Blocks of kind 0 that one more sequence could get, with as many of each other kind, or `most` of that."""
+        first, needs = self.pools[0], [0, *most[1:]]
+        own = [pool.num_own + pool.num_quarantined * with_quarantined for pool in self.pools]
+        lacking = sum(
+            -(-max(0, need - has) // pool.blocks_per_slab)
+            for pool, need, has in zip(self.pools, needs, own, strict=True)
+        )
+        needs[0] = own[0]  # all of them: its slabs are not spare
+        slabs = len(self.unlent) + self._num_spare(needs, with_quarantined=with_quarantined) - lacking
+        if slabs >= 0:
+            return own[0] + slabs * first.blocks_per_slab
+        low, high = 0, max(most[1:])  # it gets less than `most`: the largest number that fits
+        while low < high:
+            middle = (low + high + 1) // 2
+            needs = [middle, *(min(middle, each) for each in most[1:])]
+            low, high = (middle, high) if self.fits(needs, with_quarantined=with_quarantined) else (low, middle - 1)
+        return low
+
+    def check(self) -> None:
+        """Raises AssertionError unless each slab is lent to one kind, which uses it, or to none."""
+        lent = [slab for pool in self.pools for slab in pool.is_lent.nonzero()[0].tolist()]
+        assert sorted([*lent, *self.unlent]) == list(range(self.num_slabs)), "a slab is lent twice, or lost"
+
+
+class KindPool(BlockPool):
+    """The blocks of one kind. Those in slabs that are not lent to it are absent."""
+
+    def __init__(self, slabs: SlabPool, layout: KVLayout, kind: int) -> None:
+        self.blocks_per_slab = size = layout.blocks_per_slab[kind]
+        super().__init__(layout.num_blocks[kind], layout.block_size, _run_size(size, layout.block_size))
+        self.state[:] = ABSENT
+        self.num_free, self.num_absent = 0, self.num_blocks
+        self._num_free_of = [0] * len(self._run_sizes)
+        self._whole.clear()
+        self.is_lent = np.zeros(layout.num_slabs, np.bool_)
+        self._num_live = np.zeros(layout.num_slabs, np.int32)  # blocks of each slab in use or quarantined
+        self._slabs = slabs
+        self._evicted_by_take: list[Ints] | None = None  # while taking: their slabs are kept until it is done
+
+    @property
+    def num_own(self) -> int:
+        """Free and cached blocks in slabs that it has."""
+        return self.num_free + len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that it could have if no other kind needs any."""
+        num_slabs = len(self._slabs.unlent) + sum(pool.num_spare(0) for pool in self._slabs.pools if pool is not self)
+        return self.num_own + num_slabs * self.blocks_per_slab
+
+    # -- slabs
+
+    def num_spare(self, need: int, *, with_quarantined: bool = False) -> int:
+        """Slabs that it can give up while it keeps `need` blocks."""
+        own = self.num_own + self.num_quarantined * with_quarantined
+        if own - need < self.blocks_per_slab:
+            return 0
+        if with_quarantined and self.num_quarantined:
+            num_in_use = np.count_nonzero(self.state.reshape(-1, self.blocks_per_slab) == IN_USE, axis=1)
+            num_idle = np.count_nonzero(self.is_lent & (num_in_use == 0))
+        else:
+            num_idle = np.count_nonzero(self.is_lent & (self._num_live == 0))
+        return min(int(num_idle), (own - need) // self.blocks_per_slab)
+
+    def borrow(self, slab: int) -> None:
+        """Gets `slab`, whose blocks become free."""
+        self._move_slab(slab, FREE)
+        for run in reversed(self._runs_of(slab)):  # the last is next
+            self._num_free_of[run] = self.run_size
+            self._whole[run] = None
+
+    def give_up_slab(self, hand: PlanInHand | None) -> None:
+        """Evicts the cached blocks of the slab whose loss matters least: few blocks, and long cached."""
+        slabs = (self.is_lent & (self._num_live == 0)).nonzero()[0]
+        is_cached = self.state.reshape(-1, self.blocks_per_slab)[slabs] == CACHED
+        oldest = int(self._cached_at[next(iter(self._cached))])
+        ages = self._cached_at.reshape(-1, self.blocks_per_slab)[slabs] - oldest
+        span = 1 + self._num_cachings - oldest
+        loss = np.where(is_cached, span + ages, 0).sum(axis=1)  # the oldest counts half the newest
+        slab = int(slabs[loss.argmin()])
+        self._evict((is_cached[loss.argmin()].nonzero()[0] + slab * self.blocks_per_slab).tolist())
+        self._notify_evicted(hand)
+
+    def _give_back_free(self, blocks: Ints) -> None:
+        """Gives back those slabs of `blocks` of which all blocks are free."""
+        for slab in set((blocks // self.blocks_per_slab).tolist()):
+            first = slab * self.blocks_per_slab
+            if not np.count_nonzero(self.state[first : first + self.blocks_per_slab] != FREE):
+                for run in self._runs_of(slab):
+                    self._num_free_of[run] = 0
+                    del self._whole[run]
+                self._move_slab(slab, ABSENT)
+                self._slabs.unlent.append(slab)
+
+    def _move_slab(self, slab: int, state: int) -> None:
+        first, num_more = slab * self.blocks_per_slab, self.blocks_per_slab if state == FREE else -self.blocks_per_slab
+        self.state[first : first + self.blocks_per_slab] = state
+        self.num_free += num_more
+        self.num_absent -= num_more
+        self.is_lent[slab] = state == FREE
+        self.num_moves += 1
+
+    def _runs_of(self, slab: int) -> range:
+        num_runs = self.blocks_per_slab // self.run_size
+        return range(slab * num_runs, (slab + 1) * num_runs)
+
+    # -- blocks, as in the base, with the numbers of live ones
+
+    def take_behind(
+        self, last_blocks: Sequence[int], counts: Sequence[int], total: int, hand: PlanInHand | None = None
+    ) -> Ints:
+        evicted: list[Ints] = []
+        self._evicted_by_take = evicted
+        taken = super().take_behind(last_blocks, counts, total, hand)
+        self._evicted_by_take = None
+        np.add.at(self._num_live, taken // self.blocks_per_slab, 1)
+        for blocks in evicted:
+            self._give_back_free(blocks)
+        return taken
+
+    def share(self, blocks: Ints) -> None:
+        new = blocks[self.state[blocks] == CACHED]
+        super().share(blocks)
+        np.add.at(self._num_live, new // self.blocks_per_slab, 1)
+
+    def _release(self, blocks: Ints) -> None:
+        np.subtract.at(self._num_live, blocks // self.blocks_per_slab, 1)
+        super()._release(blocks)
+
+    def _push(self, blocks: Ints) -> None:
+        super()._push(blocks)
+        if self._evicted_by_take is None:
+            self._give_back_free(blocks)
+        else:
+            self._evicted_by_take.append(blocks)
+
+    def _find_free(self, count: int) -> Indices:
+        slabs = self._slabs
+        if slabs.unlent and not self._whole and (slabs.has_plenty or not self.num_own):
+            self.borrow(slabs.unlent.pop())
+        return super()._find_free(count)
+
+    def seize_all(self, last_step: int) -> None:
+        lent = (self.state != ABSENT).nonzero()[0].astype(np.int32)
+        super().seize_all(last_step)
+        self.state[:] = ABSENT
+        self.state[lent] = QUARANTINED
+        self.num_quarantined, self.num_absent = len(lent), self.num_blocks - len(lent)
+        self._quarantine = [(last_step, lent)] if len(lent) else []
+        self._num_live[:] = self.is_lent * self.blocks_per_slab
+
+    def check(self) -> None:
+        super().check()
+        states = self.state.reshape(-1, self.blocks_per_slab)
+        assert ((states != ABSENT) == self.is_lent[:, None]).all(), "blocks of a slab are absent, others are not"
+        num_live = np.count_nonzero((states == IN_USE) | (states == QUARANTINED), axis=1)
+        assert (num_live == self._num_live).all(), f"live blocks by slab are {num_live}, counted {self._num_live}"
+        assert (states[self.is_lent] != FREE).any(axis=1).all(), "a slab is lent, and all of its blocks are free"
+
+
+def _run_size(blocks_per_slab: int, block_size: int) -> int:
+    """Blocks of a run: the divisor of the slab that is nearest to a run of tokens."""
+    wanted = RUN_TOKENS / block_size
+    divisors = [size for size in range(1, blocks_per_slab + 1) if blocks_per_slab % size == 0]
+    return min(divisors, key=lambda size: max(size / wanted, wanted / size))

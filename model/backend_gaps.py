@@ -19,8 +19,12 @@ def missing(spec: DecoderSpec, backend: Backend) -> list[str]:
         found.update(dict.fromkeys(_of_layer(layer)))
         if isinstance(layer.feed, MoeSpec) and backend != "native":
             found.update(dict.fromkeys(_of_experts(layer.feed, backend)))
+        if backend != "torch":
+            found.update(dict.fromkeys(_of_torch_alone(layer)))
         if isinstance(layer.mixer, AttentionSpec):
             found.update(dict.fromkeys(_of_kernels(layer.mixer, backend)))
+    if not spec.attentions:
+        found["decoders without any attention"] = None
     if len({_sizes(attention) for attention in spec.attentions}) > 1:
         found["layers whose heads have different sizes"] = None
     found.update(dict.fromkeys(_of_longrope(spec)))
@@ -35,17 +39,14 @@ def _sizes(attention: AttentionSpec) -> tuple[int, ...]:
 
 def _of_layer(layer: LayerSpec) -> Iterator[str]:
     """What no backend has yet."""
-    mixer, feed = layer.mixer, layer.feed
+    mixer = layer.mixer
     if isinstance(mixer, RecurrentSpec):
-        yield f"recurrent layers: {mixer.kind}"
+        if mixer.kind not in ("gdn", "mamba2", "short_conv"):
+            yield f"recurrent layers: {mixer.kind}"
     elif isinstance(mixer, LatentSpec):
         yield "latent attention"
-    elif mixer is None:
-        yield "layers without attention"
-    else:
+    elif mixer is not None:
         yield from _of_attention(mixer)
-    if feed is None:
-        yield "layers without a feed-forward network"
     if layer.is_post_norm:
         yield "norms after the residual is added"
     if layer.has_output_scale:
@@ -64,13 +65,24 @@ def _of_experts(moe: MoeSpec, backend: Backend) -> Iterator[str]:
         yield "experts with the activation xielu"
 
 
+def _of_torch_alone(layer: LayerSpec) -> Iterator[str]:
+    """What only the torch kernels compute."""
+    mixer = layer.mixer
+    if isinstance(mixer, RecurrentSpec):
+        yield f"recurrent layers: {mixer.kind}"
+    if mixer is None:
+        yield "layers without attention"
+    if layer.feed is None:
+        yield "layers without a feed-forward network"
+    if isinstance(mixer, AttentionSpec) and mixer.has_output_gate:
+        yield "a gate of attention's output"
+
+
 def _of_attention(attention: AttentionSpec) -> Iterator[str]:
     if attention.value_dim not in (None, attention.head_dim):
         yield f"values of {attention.value_dim} numbers beside keys of {attention.head_dim}"
     if attention.v_norm is not None:
         yield "a norm of values"
-    if attention.has_output_gate:
-        yield "a gate of attention's output"
     if attention.is_k_v:
         yield "keys that are values"
     if attention.kv_of is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Literal
 
 from .rope_config import RopeConfig
@@ -94,18 +95,46 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentSpec:
-    """A layer whose state has one size, however long the sequence is."""
+    """A layer whose state has one size, however long the sequence is: see `kernels/reference/recurrent.py`.
+
+    A causal convolution over `conv_width` tokens, whose last inputs are kept. Then, but for `short_conv`, a matrix
+    [key_dim, value_dim] for each value head, changed by the delta rule (`gdn`) or added to (`mamba2`).
+    """
 
     kind: Literal["gdn", "kda", "mamba2", "mamba", "short_conv"]
-    num_key_heads: int = 1
-    num_value_heads: int = 1
-    key_dim: int = 0  # of a head
-    value_dim: int = 0
-    conv_width: int = 0  # tokens of the short convolution
-    groups: int = 1
+    num_key_heads: int = 1  # G, of queries and keys; divides num_value_heads
+    num_value_heads: int = 1  # H
+    key_dim: int = 0  # of a head; 0 = no matrix
+    value_dim: int  # of a head
+    conv_width: int = 4  # tokens, the newest included
+    has_conv_bias: bool = False
+    has_bias: bool = False  # of the projections into the layer and out of it
+    norm: NormSpec | None = None  # of the gated output
     norm_group: int | None = None  # numbers normed together; None = a head
-    dt_limit: tuple[float, float] | None = None
-    chunk: int = 64  # tokens computed together in a prompt
+    step_limit: tuple[float, float] = (0.0, inf)  # mamba2: of the step that a token's projection gives
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers of a token in all value heads, which the output projection reads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Numbers of a token that the convolution reads: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.inner_size
+
+    @property
+    def matrix_size(self) -> int:
+        """Numbers of a sequence's matrices, in f32."""
+        return self.key_dim * self.inner_size
+
+    @property
+    def tail_size(self) -> int:
+        """Numbers of a sequence's earlier tokens that the convolution keeps, in the model's dtype."""
+        return (self.conv_width - 1) * self.conv_channels
+
+
+Mixer = AttentionSpec | LatentSpec | RecurrentSpec | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +189,7 @@ class LayerSpec:
     `pre_mixer`.
     """
 
-    mixer: AttentionSpec | LatentSpec | RecurrentSpec | None
+    mixer: Mixer
     feed: FeedSpec | MoeSpec | None
     pre_mixer: NormSpec | None = field(default_factory=NormSpec)
     post_mixer: NormSpec | None = None
@@ -226,6 +255,20 @@ class DecoderSpec:
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """The attention of each layer that has one."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values, by number."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionSpec))
+
+    @cached_property
+    def recurrent_layers(self) -> dict[int, RecurrentSpec]:
+        """The layers that keep a state of one size, by number."""
+        return {index: one.mixer for index, one in enumerate(self.layers) if isinstance(one.mixer, RecurrentSpec)}
+
+    def state_bytes(self, item_size: int) -> int:
+        """Bytes of a sequence's recurrent state, where a number of the model has `item_size`."""
+        return sum(4 * one.matrix_size + item_size * one.tail_size for one in self.recurrent_layers.values())
 
     @property
     def attention(self) -> AttentionSpec:

@@ -17,17 +17,19 @@ from torch.nn.functional import pad
 
 from ...kernels.kernel_set import FewRows, HeadNorms, KernelSet, RowNorm
 from ...kernels.layout.work_lists import AttentionPlan, AttentionShape
+from ...kernels.reference.recurrent import SequenceRows
 from ...kernels.tilings.tables import Tilings
 from ..sharding.comm import Comm, ordered_sum
 from ..sharding.shard import RankShare
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, RecurrentSpec
 from .experts import Experts
 from .few_rows import FewRowProducts, LayerProducts
 from .kv_cache import KVCache
-from .linear import Linear
+from .linear import Linear, held
 from .lora_linear import LoraTable
 from .lora_slots import LoraSlots
 from .memory_estimate import step_bytes, weights_bytes
+from .recurrent import RecurrentLayer
 from .rope import alibi_slopes, decoder_tables, query_factors
 from .step_inputs import StepInputs
 from .weights import DecoderWeights, LayerWeights, NormWeights
@@ -106,9 +108,12 @@ class Decoder:
         starts = None if inputs.is_decode else inputs.query_starts
         shape = replace(self._attention_shape, cache_dtype=cache.data.dtype)
         plan = self.kernels.plan_attention(shape, inputs.lengths, starts, len(inputs.input_ids))
+        rows = None
+        if inputs.slots is not None:
+            rows = SequenceRows.of(inputs.slots, inputs.query_starts, inputs.lengths)
         residual = self._embed(inputs)
         for index, layer in enumerate(self._blocks):
-            residual = layer.run(residual, index, inputs, cache, plan)
+            residual = layer.run(residual, index, inputs, cache, plan, rows)
         return residual
 
     @torch.inference_mode()
@@ -195,18 +200,28 @@ class _Layer:
     """One layer, with what does not change between steps prepared."""
 
     def __init__(self, decoder: Decoder, spec: LayerSpec, weights: LayerWeights, products: LayerProducts) -> None:
-        assert isinstance(spec.mixer, AttentionSpec) and spec.feed is not None, "missing() refuses others"
         self.decoder, self.kernels = decoder, decoder.kernels
-        self.spec, self.attention, self.weights, self.products = spec, spec.mixer, weights, products
+        self.spec, self.weights, self.products = spec, weights, products
         moe = spec.feed if isinstance(spec.feed, MoeSpec) else None
         self.experts = [Experts(moe, share, self.kernels) for share in weights.experts] if moe is not None else []
         self.pre_mixer, self.pre_feed = _row_norm(weights.pre_mixer), _row_norm(weights.pre_feed)
-        self.tables = decoder.tables_of(self.attention)
-        self.norms = _head_norms(self.attention, weights)
-        self.query_factors, self.alibi = decoder.tables_by_position(self.attention)
+        self.recurrent: RecurrentLayer | None = None
+        if isinstance(spec.mixer, RecurrentSpec):
+            assert weights.recurrent is not None
+            self.recurrent = RecurrentLayer(spec.mixer, weights.recurrent)
+        if isinstance(spec.mixer, AttentionSpec):
+            self.tables = decoder.tables_of(spec.mixer)
+            self.norms = _head_norms(spec.mixer, weights)
+            self.query_factors, self.alibi = decoder.tables_by_position(spec.mixer)
 
     def run(
-        self, residual: Tensor, index: int, inputs: StepInputs[Tensor], cache: KVCache, plan: AttentionPlan | None
+        self,
+        residual: Tensor,
+        index: int,
+        inputs: StepInputs[Tensor],
+        cache: KVCache,
+        plan: AttentionPlan | None,
+        rows: SequenceRows | None,
     ) -> Tensor:
         """The layer's output [T, hidden]; may overwrite `residual`."""
         weights, products = self.weights, self.products
@@ -216,25 +231,37 @@ class _Layer:
             seen = self._attend(x, None, index, inputs, cache, plan)
             residual = self._add(residual, seen, weights.output, products.output, None)
             return self._feed(residual, y, None, None)
-        seen = self._attend(residual, self.pre_mixer, index, inputs, cache, plan)
-        residual = self._add(residual, seen, weights.output, products.output, weights.post_mixer)
+        if self.recurrent is not None:
+            mixed = self._recur(self.recurrent, residual, index, cache, rows)
+            residual = self._add(residual, mixed, weights.output, products.output, weights.post_mixer)
+        elif self.spec.mixer is not None:
+            seen = self._attend(residual, self.pre_mixer, index, inputs, cache, plan)
+            residual = self._add(residual, seen, weights.output, products.output, weights.post_mixer)
+        if self.spec.feed is None:
+            return residual
         return self._feed(residual, residual, self.pre_feed, weights.post_feed)
 
     def _feed(self, residual: Tensor, x: Tensor, norm: RowNorm | None, post_norm: NormWeights | None) -> Tensor:
         """Adds the feed-forward part of `norm(x)`, x [T, hidden], to the residual."""
         weights, products = self.weights, self.products
         if not self.experts:
-            assert weights.gate_up is not None and weights.down is not None
-            fed = self._activate(x, norm, weights.gate_up, products.gate_up)
+            fed = self._activate(x, norm, held(weights.gate_up), products.gate_up)
             return self._add(residual, fed, weights.down, products.down, post_norm)
         x = self.decoder.norm(x, None if norm is None else weights.pre_feed)
         product = ordered_sum([experts(x) for experts in self.experts])
         return self._added(residual, product, post_norm)
 
+    def _recur(self, layer: RecurrentLayer, x: Tensor, index: int, cache: KVCache, rows: SequenceRows | None) -> Tensor:
+        """A recurrent layer for `pre_mixer(x)`, x [T, hidden]: changes the states of the step's slots, [T, inner]."""
+        assert cache.states is not None and rows is not None, "a step without the slots of its sequences"
+        joined = self.kernels.norm_linear(x, self.pre_mixer, held(self.weights.qkv), self.products.qkv)
+        return layer.run(joined, *cache.states.layer(index), rows)
+
     def _add(
-        self, residual: Tensor, x: Tensor, linear: Linear, few: FewRows | None, post_norm: NormWeights | None
+        self, residual: Tensor, x: Tensor, linear: Linear | None, few: FewRows | None, post_norm: NormWeights | None
     ) -> Tensor:
         """Adds a product to the residual [T, hidden], normed and scaled as the layer says."""
+        linear = held(linear)
         if post_norm is None and self.spec.residual_scale == 1.0 and self.decoder.comm is None:
             return self.kernels.linear_add(residual, x, linear, few)
         return self._added(residual, self.kernels.norm_linear(x, None, linear, few), post_norm)
@@ -263,9 +290,11 @@ class _Layer:
         plan: AttentionPlan | None,
     ) -> Tensor:
         """Attention for `norm(x)`, x [T, hidden]: writes the cache, returns [T, H * D]."""
-        attention = self.attention
-        num_tokens = x.shape[0]
-        qkv = self.kernels.norm_linear(x, norm, self.weights.qkv, self.products.qkv)
+        attention, num_tokens = self.spec.mixer, x.shape[0]
+        assert isinstance(attention, AttentionSpec), "missing() refuses others"
+        qkv, gate = self.kernels.norm_linear(x, norm, held(self.weights.qkv), self.products.qkv), None
+        if attention.has_output_gate:
+            qkv, gate = (part.contiguous() for part in qkv.tensor_split((attention.qkv_size,), -1))
         qkv = qkv.view(num_tokens, -1, attention.head_dim)  # [T, H + 2 G, D]
         keys, values = cache.layer(index)  # [N, G, B, D]
         k_scale, v_scale = cache.layer_scales(index)  # [G]
@@ -289,7 +318,8 @@ class _Layer:
             v_scale=v_scale,
             plan=plan,
         )  # [T, H, D]
-        return seen.view(num_tokens, -1)
+        seen = seen.view(num_tokens, -1)
+        return seen if gate is None else seen * torch.sigmoid(gate)
 
 
 def _alibi(attention: AttentionSpec, decoder: Decoder) -> Tensor | None:

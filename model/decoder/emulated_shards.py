@@ -14,7 +14,7 @@ from torch import Tensor
 from ..sharding.comm import ordered_sum
 from ..sharding.shard import RankShare
 from ..spec import AttentionSpec, DecoderSpec, FeedSpec
-from .linear import Linear
+from .linear import Linear, held
 from .weights import DecoderWeights, LayerWeights, NormWeights
 
 Columns = Callable[[Sequence[Tensor]], Tensor]
@@ -101,8 +101,8 @@ def _layer(spec: DecoderSpec, index: int, shares: Sequence[DecoderWeights]) -> L
         q_norm=join_norms([layer.q_norm for layer in layers]) if has_norms else None,
         k_norm=join_norms([layers[rank].k_norm for rank in new]) if has_norms else None,
         sinks=_joined([layer.sinks for layer in layers]),
-        qkv=JoinedLinear([layer.qkv for layer in layers], join_heads),
-        output=SummedLinear([layer.output for layer in layers], outputs),
+        qkv=JoinedLinear([held(layer.qkv) for layer in layers], join_heads),
+        output=SummedLinear([held(layer.output) for layer in layers], outputs),
         gate_up=JoinedLinear(gate_up, join_inner) if gate_up else None,
         down=SummedLinear(down, inner) if down else None,
         experts=tuple(experts for layer in layers for experts in layer.experts),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,13 +14,16 @@ from ...kernels.kernel_set import KernelSet
 from ...kernels.layout.kv_layout import KVKind, KVLayout
 from ...kernels.reference import kernel_set
 from ..spec import DecoderSpec
-from .upload import upload
+from .upload import upload, zeros
+
+if TYPE_CHECKING:
+    from .recurrent import RecurrentStates
 
 Ids = NDArray[np.int64]  # [C] block ids, on the host
 
 
 class KVCache:
-    """Keys and values of `num_blocks` blocks of `block_size` tokens, for every layer.
+    """Keys and values of `num_blocks` blocks of `block_size` tokens, for every layer that has them.
 
     On a GPU a block is contiguous over all layers, [N, layers, 2, G, B, D], so swapping or copying it is one transfer.
     On a CPU the blocks of a head are contiguous, [layers, 2, G, N, B, D], so a layer's gather stays within a range of
@@ -43,15 +47,17 @@ class KVCache:
         *,
         is_block_major: bool | None = None,
         layout: KVLayout | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         """Allocates the cache on `device`; `kernels` copies blocks.
 
         `scales` [layers, 2, G] f32 are required for a cache in float8_e4m3fn, and for no other: see `kv_scales.py`.
         `is_block_major`: whether a block is contiguous over all layers; None = on a GPU. `layout`: with several kinds,
-        of which the first has `num_blocks`; one kind is as None.
+        of which the first has `num_blocks`; one kind is as None. `states`: of the layers that keep no keys and values.
         """
         assert (scales is not None) == (dtype == torch.float8_e4m3fn)
         self._copy_blocks = kernels.copy_blocks
+        self.states = states
         self.num_blocks = num_blocks
         self.block_size = block_size
         has_kinds = layout is not None and len(layout.kinds) > 1
@@ -59,21 +65,23 @@ class KVCache:
         self._block_axis = 0 if self.is_block_major else 3
         if has_kinds and layout is not None:
             assert (layout.num_blocks[0], layout.block_size) == (num_blocks, block_size), f"{layout} of other sizes"
-            memory = _zeros((layout.num_slabs * layout.slab_bytes // dtype.itemsize,), dtype, device)
+            memory = zeros((layout.num_slabs * layout.slab_bytes // dtype.itemsize,), dtype, device)
             self.data_of = [_blocks_of(memory, layout, kind) for kind in range(len(layout.kinds))]
             self._copied = [memory.view(len(data), -1) for data in self.data_of]  # with what lies between blocks
-            self._places = [place for place in layout.place if place is not None]
+            self._places = {layer: place for layer, place in enumerate(layout.place) if place is not None}
         else:
-            heads, tile = (config.num_layers, 2, config.num_kv_heads), (block_size, config.head_dim)
-            self.data_of = self._copied = [_zeros(self._shape(num_blocks, heads, tile), dtype, device)]
-            self._places = [(0, layer) for layer in range(config.num_layers)]
+            heads, tile = (len(config.kv_layers), 2, config.num_kv_heads), (block_size, config.head_dim)
+            self.data_of = self._copied = [zeros(self._shape(num_blocks, heads, tile), dtype, device)]
+            self._places = {layer: (0, place) for place, layer in enumerate(config.kv_layers)}
         self.blocks_of_kinds = tuple(len(copied) if has_kinds else num_blocks for copied in self._copied)
         axes = (1, 2, 0, 3, 4, 5) if self.is_block_major else (0, 1, 3, 2, 4, 5)
         by_layer = [data.permute(axes) for data in self.data_of]
-        self._layers = [(by_layer[kind][place, 0], by_layer[kind][place, 1]) for kind, place in self._places]
-        self._scales: list[tuple[Tensor, Tensor] | tuple[None, None]] = [(None, None)] * config.num_layers
+        self._layers = {
+            layer: (by_layer[kind][place, 0], by_layer[kind][place, 1]) for layer, (kind, place) in self._places.items()
+        }
+        self._scales: dict[int, tuple[Tensor, Tensor] | tuple[None, None]] = dict.fromkeys(self._layers, (None, None))
         if scales is not None:
-            self._scales = [(keys, values) for keys, values in scales]
+            self._scales = {layer: (keys, values) for layer, (keys, values) in zip(self._layers, scales, strict=True)}
 
     @property
     def data(self) -> Tensor:
@@ -130,7 +138,7 @@ class KVCache:
     @staticmethod
     def bytes_per_block(config: DecoderSpec, block_size: int, dtype: torch.dtype) -> int:
         """Memory of one block, all layers, keys and values."""
-        return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
+        return 2 * len(config.kv_layers) * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
 
 
 def _blocks_of(memory: Tensor, layout: KVLayout, index: int) -> Tensor:
@@ -145,11 +153,3 @@ def _blocks_of(memory: Tensor, layout: KVLayout, index: int) -> Tensor:
     head = layout.block_size * kind.key_dim
     both = kind.num_kv_heads * head
     return memory.as_strided(shape, (stride, 2 * both, both, head, kind.key_dim, 1))
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU from pages that the system provides on first use; torch would write all of them at once."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(pages).view(dtype).view(shape)

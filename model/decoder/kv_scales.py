@@ -32,7 +32,7 @@ def measured_scales(decoder: Decoder) -> Tensor:
     num_short = short_length(config.ropes, decoder.max_positions)
     first = num_short if num_tokens > num_short else 0
     decoder.hidden(_one_prompt(num_tokens, num_blocks, config.vocab_size, decoder.device, first), cache)
-    largest = torch.stack([torch.stack(list(_largest(cache, layer))) for layer in range(config.num_layers)])
+    largest = torch.stack([torch.stack(list(_largest(cache, layer))) for layer in config.kv_layers])
     return scales_of(largest)
 
 

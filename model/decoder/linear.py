@@ -131,6 +131,12 @@ class EvenLinear(Linear):
         return _evenly(super().add_to, residual, x)
 
 
+def held(linear: Linear | None) -> Linear:
+    """A linear that a layer's spec says is there."""
+    assert linear is not None, "the layer's spec has no such part"
+    return linear
+
+
 def _evenly(product: Callable[..., Tensor], *arrays: Tensor) -> Tensor:
     """Applies `product` to EVEN_ROWS rows of each of `arrays` [M, ...] at a time."""
     num_rows = len(arrays[0])

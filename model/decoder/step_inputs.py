@@ -35,6 +35,7 @@ class StepInputs(Generic[Array]):
     logits_rows: Array  # [L] i64, which of the T tokens
     num_decode: int
     more_kinds: tuple[KindTables[Array], ...] = ()  # of blocks after the first, which the fields above have
+    slots: Array | None = None  # [S] i64, of each sequence's recurrent state; None: no layer has one
 
     @property
     def is_decode(self) -> bool:

@@ -1,6 +1,8 @@
-"""Copies host arrays to a device without waiting for it."""
+"""Copies host arrays to a device without waiting for it, and memory that begins as zeros."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -16,3 +18,11 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU from pages that the system provides on first use; torch would write all of them at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)

@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from ..families import names
 from ..grouped_matrix import GroupedMatrix
 from ..sharding.shard import WHOLE, Cut, RankShare, cuts_of, spec_of
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, NormSpec
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, Mixer, MoeSpec, NormSpec, RecurrentSpec
 from .experts import ExpertWeights, FeedWeights
 from .linear import EvenLinear, Linear, linear_form
 
@@ -38,15 +38,33 @@ class NormWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RecurrentWeights:
+    """What a recurrent layer has beside its projections. What its `RecurrentSpec` does not have is None."""
+
+    conv: Tensor  # [C, W]
+    conv_bias: Tensor | None  # [C]
+    decay: Tensor | None  # [H] f32, negative
+    step_bias: Tensor | None  # [H] f32
+    skip: Tensor | None  # [H] f32
+    norm: NormWeights | None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held in memory."""
+        return _tensors_in(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayerWeights:
-    """One transformer layer. What its `LayerSpec` does not have is None."""
+    """One layer. What its `LayerSpec` does not have is None."""
 
     pre_mixer: NormWeights | None
-    qkv: Linear  # hidden -> (H + 2 G) * D: queries, keys, values
+    # hidden -> (H + 2 G) * D: queries, keys, values, and H * D more for a gate; or what a recurrent layer reads
+    qkv: Linear | None
     q_norm: NormWeights | None
     k_norm: NormWeights | None
     sinks: Tensor | None  # [H] f32
-    output: Linear  # H * D -> hidden
+    output: Linear | None  # H * D -> hidden
+    recurrent: RecurrentWeights | None = None
     post_mixer: NormWeights | None
     pre_feed: NormWeights | None
     gate_up: Linear | None  # hidden -> 2 F: gate, up; hidden -> F without a gate
@@ -57,13 +75,17 @@ class LayerWeights:
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held in memory."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            for part in value if isinstance(value, tuple) else (value,):
-                if isinstance(part, Tensor):
-                    yield part
-                elif part is not None:
-                    yield from part.tensors()
+        return _tensors_in(self)
+
+
+def _tensors_in(parts: RecurrentWeights | LayerWeights) -> Iterator[Tensor]:
+    for field in fields(parts):
+        value = getattr(parts, field.name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, Tensor):
+                yield part
+            elif part is not None:
+                yield from part.tensors()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -166,21 +188,14 @@ class _Loader:
         )
 
     def _layer(self, index: int, layer: LayerSpec) -> LayerWeights:
-        mixer, feed = layer.mixer, layer.feed
-        assert isinstance(mixer, AttentionSpec) and feed is not None, "missing() refuses others"
-
         def name(stem: str) -> str:
             return stem.replace("*", str(index))
 
-        qk_norm = None if mixer.qk_norm is None else mixer.qk_norm.norm
+        feed, parts = layer.feed, self._mixer(layer.mixer, name)
         dense = self._feed(feed, *map(name, names.DENSE)) if isinstance(feed, FeedSpec) else None
         return LayerWeights(
             pre_mixer=self._norm(name(names.PRE_MIXER), layer.pre_mixer),
-            qkv=self._linear(*map(name, (names.Q, names.K, names.V))),
-            q_norm=self._norm(name(names.Q_NORM), qk_norm),
-            k_norm=self._norm(name(names.K_NORM), qk_norm),
-            sinks=self._tensor(name(names.SINKS), dtype=torch.float32) if mixer.has_sinks else None,
-            output=self._linear(name(names.OUTPUT)),
+            **parts,
             post_mixer=self._norm(name(names.POST_MIXER), layer.post_mixer),
             pre_feed=self._norm(name(names.PRE_FEED), layer.pre_feed),
             gate_up=None if dense is None else dense.gate_up,
@@ -188,7 +203,7 @@ class _Loader:
             if isinstance(feed, FeedSpec) and feed.activation == "xielu"
             else None,
             down=None if dense is None else dense.down,
-            experts=() if isinstance(feed, FeedSpec) else (self._experts(feed, name),),
+            experts=(self._experts(feed, name),) if isinstance(feed, MoeSpec) else (),
             post_feed=self._norm(name(names.POST_FEED), layer.post_feed),
         )
 
@@ -211,6 +226,40 @@ class _Loader:
             shared=None if moe.shared is None else self._feed(moe.shared, *map(name, names.SHARED)),
             shared_router=self._linear(name(names.SHARED_ROUTER)) if moe.has_shared_gate else None,
             dense_beside=None if moe.dense_beside is None else self._feed(moe.dense_beside, *map(name, names.DENSE)),
+        )
+
+    def _mixer(self, mixer: Mixer, name: Callable[[str], str]) -> dict[str, Any]:
+        """The fields of `LayerWeights` that belong to the mixer."""
+        parts: dict[str, Any] = dict.fromkeys(("qkv", "q_norm", "k_norm", "sinks", "output"))
+        if isinstance(mixer, RecurrentSpec):
+            joined = self._linear(*map(name, names.projections(mixer)))
+            output = self._linear(name(names.MIX_OUTPUT))
+            return parts | {"qkv": joined, "output": output, "recurrent": self._recurrent(mixer, name)}
+        if mixer is None:
+            return parts
+        assert isinstance(mixer, AttentionSpec), "missing() refuses others"
+        qk_norm = None if mixer.qk_norm is None else mixer.qk_norm.norm
+        stems = (names.Q, names.K, names.V, *((names.OUTPUT_GATE,) if mixer.has_output_gate else ()))
+        return {
+            "qkv": self._linear(*map(name, stems)),
+            "q_norm": self._norm(name(names.Q_NORM), qk_norm),
+            "k_norm": self._norm(name(names.K_NORM), qk_norm),
+            "sinks": self._tensor(name(names.SINKS), dtype=torch.float32) if mixer.has_sinks else None,
+            "output": self._linear(name(names.OUTPUT)),
+        }
+
+    def _recurrent(self, mixer: RecurrentSpec, name: Callable[[str], str]) -> RecurrentWeights:
+        def vector(stem: str, *, exists: bool) -> Tensor | None:
+            return self._tensor(name(stem), dtype=torch.float32) if exists else None
+
+        has_matrix = mixer.kind != "short_conv"
+        return RecurrentWeights(
+            conv=self._tensor(f"{name(names.MIX_CONV)}.weight"),
+            conv_bias=self._tensor(f"{name(names.MIX_CONV)}.bias") if mixer.has_conv_bias else None,
+            decay=vector(names.DECAY, exists=has_matrix),
+            step_bias=vector(names.STEP_BIAS, exists=has_matrix),
+            skip=vector(names.SKIP, exists=mixer.kind == "mamba2"),
+            norm=self._norm(name(names.MIX_NORM), mixer.norm),
         )
 
     def _norm(self, stem: str, spec: NormSpec | None) -> NormWeights | None:

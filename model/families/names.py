@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, NormSpec
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, NormSpec, RecurrentSpec
 
 Shape = tuple[int, ...]
 Stems = tuple[str, str, str]  # of gate, up and down
@@ -43,6 +43,11 @@ SHARED = SHARED_GATE, SHARED_UP, SHARED_DOWN = (
     f"{SHARED_EXPERT}.down_proj",
 )
 SHARED_ROUTER = f"{LAYER}.mlp.shared_expert_gate"
+OUTPUT_GATE = f"{LAYER}.self_attn.gate_proj"
+# Of a recurrent layer: what the convolution reads, gate, step and rate of a head; then the vectors, a number a head
+MIXED, MIX_GATE, MIX_STEP, MIX_RATE = (f"{LAYER}.recurrent.{name}_proj" for name in ("in", "gate", "step", "rate"))
+MIX_CONV, MIX_NORM, MIX_OUTPUT = (f"{LAYER}.recurrent.{name}" for name in ("conv", "norm", "out_proj"))
+DECAY, STEP_BIAS, SKIP = (f"{LAYER}.recurrent.{name}" for name in ("decay", "step_offset", "skip"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,8 @@ def _layer(layer: LayerSpec, hidden: int) -> Iterator[Target]:
     yield from _norm(PRE_MIXER, hidden, layer.pre_mixer)
     if isinstance(layer.mixer, AttentionSpec):
         yield from _attention(layer.mixer, hidden)
+    elif isinstance(layer.mixer, RecurrentSpec):
+        yield from _recurrent(layer.mixer, hidden)
     yield from _norm(POST_MIXER, hidden, layer.post_mixer)
     yield from _norm(PRE_FEED, hidden, layer.pre_feed)
     if isinstance(layer.feed, FeedSpec):
@@ -115,7 +122,32 @@ def _attention(attention: AttentionSpec, hidden: int) -> Iterator[Target]:
             yield from _norm(stem, count * dim if is_whole else dim, norm.norm)
     if attention.has_sinks:
         yield Target(SINKS, (heads,))
+    if attention.has_output_gate:
+        yield from _linear(OUTPUT_GATE, heads * value_dim, hidden, attention.has_qkv_bias)
     yield from _linear(OUTPUT, hidden, heads * value_dim, attention.has_output_bias)
+
+
+def projections(mixer: RecurrentSpec) -> dict[str, int]:
+    """The projections of a recurrent layer's input, in the order of their rows in one matrix: stem -> rows."""
+    heads, channels = mixer.num_value_heads, mixer.conv_channels
+    if mixer.kind == "short_conv":
+        return {MIXED: 3 * channels}  # two gates, before and after the convolution, and what it reads
+    rate = {MIX_RATE: heads} if mixer.kind == "gdn" else {}
+    return {MIX_GATE: mixer.inner_size, MIXED: channels, MIX_STEP: heads} | rate
+
+
+def _recurrent(mixer: RecurrentSpec, hidden: int) -> Iterator[Target]:
+    heads = mixer.num_value_heads
+    for stem, size in projections(mixer).items():
+        yield from _linear(stem, size, hidden, mixer.has_bias)
+    yield from _linear(MIX_CONV, mixer.conv_channels, mixer.conv_width, mixer.has_conv_bias)
+    if mixer.kind != "short_conv":
+        yield from (Target(stem, (heads,)) for stem in (DECAY, STEP_BIAS))
+    if mixer.kind == "mamba2":
+        yield Target(SKIP, (heads,))
+    if mixer.norm is not None:
+        yield from _norm(MIX_NORM, mixer.value_dim if mixer.norm_group is None else mixer.inner_size, mixer.norm)
+    yield from _linear(MIX_OUTPUT, hidden, mixer.inner_size, mixer.has_bias)
 
 
 def _feed(feed: FeedSpec, hidden: int, stems: Stems) -> Iterator[Target]:
@@ -226,3 +258,22 @@ def fused_gate_up(spec: DecoderSpec) -> Names:
 def split(stem: str, targets: tuple[str, ...], rows: tuple[Index, ...], *, is_transposed: bool = False) -> Names:
     """The canonical stems `targets` as rows of one fused tensor."""
     return {target: Rows(stem, index, is_transposed) for target, index in zip(targets, rows, strict=True)}
+
+
+# -- recurrent layers
+
+
+def conv_rows(mixer: RecurrentSpec, stem: str, order: Index | None = None) -> Rows:
+    """The weight of a convolution, [C, W], stored as [C, 1, W]; `order`: of the channels."""
+    channels, width = mixer.conv_channels, mixer.conv_width
+
+    def squeezed(numbers: NDArray[Any]) -> NDArray[Any]:
+        return numbers.reshape(channels, width)[slice(None) if order is None else order]
+
+    return Rows(stem, apply=squeezed, shape=(channels, 1, width))
+
+
+def negative_exp(numbers: NDArray[Any]) -> NDArray[Any]:
+    """-exp(x): the decay of a state, of which checkpoints store the logarithm."""
+    decay: NDArray[Any] = -np.exp(numbers)
+    return decay

@@ -80,6 +80,8 @@ MODULES = {
     "qwen2_vl_text": "mistral",
     "qwen3": "mistral",
     "qwen3_moe": "experts.mixtral",
+    "qwen3_5_text": "qwen_next",
+    "qwen3_next": "qwen_next",
     "qwen3_vl_text": "mistral",
     "seed_oss": "llama",
     "smollm3": "llama",

@@ -54,6 +54,8 @@ class RankShare:
 
 def why_not_cut(spec: DecoderSpec, size: int) -> str | None:
     """Why `size` ranks cannot share the decoder, with what can; None if they can."""
+    if spec.recurrent_layers:
+        return f"{spec.family} has recurrent layers, which ranks do not share; use 1"
     for attention in dict.fromkeys(spec.attentions):
         heads, keys = attention.num_heads, attention.num_kv_heads
         if attention.qk_norm is not None and attention.qk_norm.over == "row":
@@ -84,6 +86,8 @@ def spec_of(spec: DecoderSpec, shard: RankShare) -> DecoderSpec:
 
 def cuts_of(spec: DecoderSpec, shard: RankShare) -> dict[str, Cut]:
     """The rank's part of each canonical tensor that it does not hold whole, by name; `spec` is the whole decoder."""
+    if shard.size == 1:
+        return {}
     found = {}
     for index, layer in enumerate(spec.layers):
         for stem, cut in _cuts(layer, shard):

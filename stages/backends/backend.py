@@ -41,6 +41,8 @@ class Backend:
     max_num_batched_tokens: int
     itl_target_ms: float  # 0: none
     rates: Rates | None
+    state_bytes: int = 0  # see `ModelInfo`
+    max_num_seqs: int | None = None  # see `ModelInfo`
     chooser: MakeTokenChooser = TokenChooser
     call_before_computing: CallBefore | None = None  # see `Device`
     enter: Callable[[], object] | None = None  # first call on the device thread

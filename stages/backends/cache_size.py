@@ -39,10 +39,11 @@ class MemoryNeeds:
     sampler: int = 0  # with a GPU: the sampler's tables, in host memory
     graphs: int = 0  # on a GPU: memory of captured CUDA graphs
     adapters: int = 0  # device slots of LoRA adapters
+    recurrent: int = 0  # states of recurrent layers, of all slots
 
     def of_device(self) -> int:
         """The bytes on the device: all but `sampler`."""
-        rest = self.activations + self.logits + self.graphs + self.adapters
+        rest = self.activations + self.logits + self.graphs + self.adapters + self.recurrent
         return self.other + self.weights + self.state + rest
 
 
@@ -159,6 +160,10 @@ class CacheSizing:
         if needs.adapters:
             slots = f"{config.max_loras} device slots of LoRA adapters of rank {config.max_lora_rank}"
             rows.insert(1, MemoryUse("adapters", needs.adapters, slots))
+        if needs.recurrent:
+            each = human(needs.recurrent // config.max_num_seqs)
+            about = f"recurrent layers' state of {config.max_num_seqs} sequences, {each} each"
+            rows.insert(1, MemoryUse("recurrent", needs.recurrent, about))
         if not is_host:
             rows.append(MemoryUse("other", needs.other, "driver, kernels' code, other processes"))
             rows.append(MemoryUse("sampler", needs.sampler, "its tables and what it sorts", "host"))

@@ -48,12 +48,14 @@ def sizing_on_cpu(
     host_blocks: int = 0,
     adapters: int = 0,
     runs_kinds: bool = False,
+    recurrent: int = 0,
 ) -> CacheSizing:
     """The `CacheSizing` of a model on a CPU.
 
-    `weights`, `bytes_per_block` and `adapters`, the slots of LoRA adapters, are in bytes. Called when `weights` and
-    tables for `num_positions` positions are in memory, and the cache is not yet. `activations(length)` is the need in
-    bytes of the largest step with sequences of up to that length. `runs_kinds`: of the decoder.
+    `weights`, `bytes_per_block`, `adapters`, the slots of LoRA adapters, and `recurrent`, the states of all slots, are
+    in bytes. Called when `weights` and tables for `num_positions` positions are in memory, and the cache is not yet.
+    `activations(length)` is the need in bytes of the largest step with sequences of up to that length.
+    `runs_kinds`: of the decoder.
     """
     loaded = weights + tables_bytes(shape, num_positions)
     free = free_host_share(config)
@@ -68,6 +70,7 @@ def sizing_on_cpu(
             activations=activations(length),
             logits=logits,
             adapters=adapters,
+            recurrent=recurrent,
         )
 
     machine = MachineMemory(
@@ -111,7 +114,7 @@ def positions_that_fit(config: EngineConfig, shape: DecoderSpec, max_model_len: 
 
     Counts the rotary tables, and on a CPU keys and values of one sequence. Raises `ConfigError` for more.
     """
-    cached = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim if device == "cpu" else 0
+    cached = 2 * len(shape.kv_layers) * shape.num_kv_heads * shape.head_dim if device == "cpu" else 0
     most = free_host_share(config) // max(1, 2 * tables_bytes(shape, 1) + cached)
     if max_model_len <= most:
         return max_model_len

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...runtime.env.env import Env
+from ...runtime.env.log import get_logger
 from ...runtime.pipeline import Pipeline
 from ...runtime.stage import Stage
 from ..adapters.downloads import AdapterDownloads
@@ -56,6 +58,9 @@ if TYPE_CHECKING:
     from ..loading.encoder import LoadedEncoder
     from ..loading.model import LoadedModel
     from ..tokenize.prompt_encoder import ModelEncoder
+
+
+log = get_logger("millrace.stages")
 
 
 class LoadedTokenizer(Protocol):
@@ -226,6 +231,9 @@ class CoreStages:
         self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"", first_step: int = 0
     ) -> None:
         info = loaded.info
+        if info.state_bytes and config.enable_prefix_caching:
+            log.info("prefix_cache.off", reason=f"{info.family}: its recurrent layers keep no state of shared prefixes")
+        config = with_states(config, info)
         self.loaded = loaded
         self.schedule = Schedule(
             _step_limits(config, info),
@@ -250,6 +258,7 @@ class CoreStages:
         Call before the pipeline starts; the caller closes the recorder after it has stopped. Raises `ConfigError` for a
         file that cannot be created.
         """
+        config = with_states(config, self.loaded.info)
         engine = RecordedEngine.of(config, self.loaded.info, self.schedule.max_waiting)
         lookup = (config.prompt_lookup_min, config.prompt_lookup_max) if engine.most_drafts else None
         recorder = RecordingWriter(path, engine, with_token_ids=config.record_token_ids, lookup=lookup)
@@ -260,6 +269,13 @@ class CoreStages:
             raise ConfigError(f"record = {path}: {reason}") from None
         self.schedule.call_log = self.allocate.call_log = recorder
         return recorder
+
+
+def with_states(config: EngineConfig, info: ModelInfo) -> EngineConfig:
+    """The settings as a model with recurrent layers has them: fewer sequences, and no prefix cache."""
+    if not info.state_bytes:
+        return config
+    return replace(config, max_num_seqs=info.max_num_seqs or config.max_num_seqs, enable_prefix_caching=False)
 
 
 class EngineStages(TextStages):

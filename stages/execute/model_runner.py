@@ -70,10 +70,12 @@ class ModelRunner:
         pooler: Pooler | None = None,
         short_length: int = 0,
         adapters: AdapterTable | None = None,
+        state_bytes: int = 0,
     ) -> None:
         """A slot has at most `max_blocks_per_slot` blocks of a kind. `num_host_blocks`: of each kind, or of the only
         one. `short_length`: rows of the rotary tables before those of long sequences; 0 if the decoder's factors do not
-        depend on the length.
+        depend on the length. `state_bytes`: of a slot's recurrent state in `cache`; 0 if the decoder has
+        no such layers.
         """
         num_slots = len(last_tokens)
         self.decoder = decoder
@@ -91,6 +93,7 @@ class ModelRunner:
         self._num_known = np.zeros(num_slots, np.int64)  # tokens that came with Started
         self._known: list[Longs] = [np.zeros(0, np.int64)] * num_slots
         self.short_length = short_length
+        self.state_bytes = state_bytes
         self._rope_offsets: Longs | None = np.zeros(num_slots, np.int64) if short_length else None  # for positions
         self._scored = ScoredPrompts(num_slots)
         self._adapters = adapters
@@ -320,6 +323,7 @@ class ModelRunner:
             logits_rows=self._upload(logits_rows),
             num_decode=num_decode,
             more_kinds=tuple(others),
+            slots=self._upload(slots.astype(np.int64)) if self.state_bytes else None,
         )
 
     def _upload(self, array: HostArray) -> Array:

@@ -29,6 +29,7 @@ from ...runtime.startup.phases import Phases
 from ...runtime.workers.side_thread import LiveSideThread, Pending
 from ..backends.cache_size import free_host_share, total_host_bytes
 from ..backends.merged_adapters import merging_of
+from ..backends.recurrent_settings import check_recurrent
 from ..backends.weights_fit import WeightsFit, bytes_kept, smaller_forms
 from ..config import EngineConfig, resolve_step_size
 from ..errors import ConfigError
@@ -123,6 +124,7 @@ class EarlyLoading:
         for warning in source.warnings:
             log.warning("checkpoint.unusual", what=warning)
         check_dtype(config, shape)
+        check_recurrent(config, shape)
         max_model_len = max_model_len_of(config, shape)
         why_not = why_not_native(config, shape)
         if why_not is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,8 +14,10 @@ from ....model.backend_gaps import missing
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
 from ....model.decoder.lora_slots import LoraSlots, SlotLayout
+from ....model.decoder.recurrent import RecurrentStates
 from ....model.decoder.rope import short_length, tables_bytes
 from ....model.spec import DecoderSpec
+from ....runtime.env.log import get_logger
 from ...config import EngineConfig
 from ...device.pooler import Pooler
 from ...device.scored_prompts import rows_of_a_piece
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 
     TorchDecoder = Decoder | TransformersDecoder
 
+log = get_logger("millrace.stages")
+
 LOGIT_COPIES_BYTES = 12  # per logit during sampling: up to three copies in float32
 
 
@@ -65,6 +69,9 @@ def fit_runner(
     bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
     bytes_per_block *= config.tensor_parallel_size  # ranks share the host's memory
     host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, decoder.device.type)
+    if shape.recurrent_layers and host_blocks:  # states are not copied to the host
+        host_blocks = 0
+        log.info("swap.off", reason=f"{shape.family} has recurrent layers: preempted sequences are computed again")
     memory = _sizing(config, shape, decoder, max_model_len, host_blocks, is_async=is_async).plan(max_model_len)
     if memory.max_model_len < max_model_len:
         decoder = make_decoder(max_positions=memory.max_model_len)
@@ -91,16 +98,18 @@ def make_runner(
     scales = measure() if leader is None or config.kv_cache_dtype != "fp8" else leader.measure_scales(measure)
     sizes = (shape, blocks, config.block_size)
     make_cache = KVCache if leader is None else leader.make_cache
-    cache = make_cache(
-        *sizes, dtype, decoder.device, decoder.kernels, scales, is_block_major=is_block_major, layout=layout
-    )
+    options: dict[str, Any] = {"is_block_major": is_block_major, "layout": layout}
+    if shape.recurrent_layers:
+        options["states"] = RecurrentStates(shape, config.max_num_seqs, decoder.dtype, decoder.device)
+    cache = make_cache(*sizes, dtype, decoder.device, decoder.kernels, scales, **options)
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
     pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
     width, num_short = -(-max_model_len // config.block_size), short_length(shape.ropes, max_model_len)
     adapters = getattr(decoder, "adapters", None)  # none of a decoder through transformers
     if leader is not None and adapters is not None:
         adapters = LeadingAdapters(leader, adapters)
-    return ModelRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short, adapters)
+    state_bytes = shape.state_bytes(decoder.dtype.itemsize)
+    return ModelRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short, adapters, state_bytes)
 
 
 def free_bytes(config: EngineConfig, device: torch.device) -> int:
@@ -150,6 +159,7 @@ def _sizing(
             host_blocks=host_blocks,
             adapters=_adapter_bytes(config, shape, decoder) * size,
             runs_kinds=decoder.runs_kinds,
+            recurrent=config.max_num_seqs * shape.state_bytes(decoder.dtype.itemsize),
         )
     return _sizing_on_gpu(config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks, is_async)
 

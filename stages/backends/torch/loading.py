@@ -42,6 +42,7 @@ from ..backend import Backend
 from ..cuda.step_update import EndRules
 from ..merged_adapters import merging_of
 from ..rates import measure_rates, measure_token_s
+from ..recurrent_settings import within_state_memory
 from ..weight_use import weight_use
 from ..weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from .fitted_runner import backend_name, fit_runner, free_bytes, most_rows_of
@@ -79,6 +80,8 @@ def load_on_torch(
         raise ConfigError(f"{shape.family}: attention_backend = {kernels.name} lacks {', '.join(gaps)}")
     if config.tensor_parallel_size > 1:
         return _load_over_ranks(config, root, shape, max_model_len, phases, threads, device, kernels)
+    if shape.recurrent_layers:
+        config = _for_states(config, shape, device)
     streams = _streams(config, streams, device, kernels.name)
     tilings = tilings_of(config, device, kernels.name)
     phases.progress.begin("read")
@@ -92,6 +95,15 @@ def load_on_torch(
     backend = make_backend(config, shape, make_decoder, max_model_len, device, kernels, phases, streams)
     log_products(tilings, backend.runner.decoder)
     return backend
+
+
+def _for_states(config: EngineConfig, shape: DecoderSpec, device: torch.device) -> EngineConfig:
+    """The settings of a model with recurrent layers, with as many sequences as their states leave room for."""
+    if device.type == "cuda":
+        raise ConfigError(f"device = {device}: recurrent layers of {shape.family} run on a CPU only; use device = cpu")
+    item_size = torch_dtype(config, shape.dtype).itemsize
+    left = free_bytes(config, device) - bytes_kept(shape, lambda _: item_size)
+    return within_state_memory(config, shape, item_size, max(0, left))
 
 
 def _load_over_ranks(
@@ -181,6 +193,8 @@ def make_backend(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=config.itl_target_ms or 0.0,
         rates=rates,
+        state_bytes=runner.state_bytes,
+        max_num_seqs=config.max_num_seqs if runner.state_bytes else None,
         chooser=_choosing(config, kernels.name, is_async=is_async),
         probe=probe_of(device),
         enter=partial(torch.cuda.set_device, device) if device.type == "cuda" else None,
@@ -268,7 +282,7 @@ def _check_fit(
     shards = shards if device.type == "cpu" else shards[:1]
     weights, form = sum(bytes_kept(shape, lambda _: dtype.itemsize, shard) for shard in shards), name_of(dtype)
     num_heads = len(shards) * len(range(shape.num_kv_heads)[shards[0].key_heads(shape.num_kv_heads)])
-    cached = 2 * shape.num_layers * num_heads * shape.head_dim  # bytes of a token
+    cached = 2 * len(shape.kv_layers) * num_heads * shape.head_dim  # bytes of a token
     cached *= 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
     fit = WeightsFit(
         name="",

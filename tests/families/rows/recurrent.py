@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.families.row import NEITHER, layer_types, row
+from tests.families.row import NEITHER, OWN, layer_types, row
 
 GDN: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -41,7 +41,8 @@ MAMBA1: dict[str, Any] = {
 
 ROWS = (
     row("qwen3-next", "qwen3_next", **GDN, **SPARSE),
-    row("qwen3.5", "qwen3_5_text", **GDN),
+    row("qwen3-next-dense", "qwen3_next", **{**GDN, "by": OWN}, num_experts=0),
+    row("qwen3.5", "qwen3_5_text", **{**GDN, "by": OWN}),
     row("qwen3.5-moe", "qwen3_5_moe_text", **GDN, **SPARSE),
     row("olmo-hybrid", "olmo_hybrid", **{key: value for key, value in GDN.items() if key != "head_dim"}),
     row("lara-mini", "lara_mini", sliding_window=16, **{**GDN, **SPARSE, "layer_types": layer_types("lslf")}),

@@ -137,6 +137,23 @@ ROWS = (
         },
     ),
     image_model(
+        "qwen3.5-image",
+        "qwen3_5",
+        {
+            "model_type": "qwen3_5_text",
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "layer_types": layer_types("lflf"),
+            "rope_parameters": {**SECTIONS, "partial_rotary_factor": 0.25, "mrope_section": [1, 0, 0]},
+        },
+        vision={**QWEN_SIGHT, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16},
+        by=OWN,
+    ),
+    image_model(
         "glm4v",
         "glm4v",
         seed=2,

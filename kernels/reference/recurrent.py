@@ -1,0 +1,137 @@
+"""Recurrent layers in plain PyTorch: causal convolution, gated delta rule and Mamba-2, over states by slot.
+
+One token after another in each sequence, all sequences of a step side by side. The order of sums is the same however a
+prompt is cut into steps and whatever else is in a step. States are f32, and are changed in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceRows:
+    """Where the T new tokens of S sequences lie in a step, and which slot holds each sequence's state.
+
+    Made once a step, for all layers. `by_time` orders the tokens by their place in their sequence, longest sequence
+    first; `actives[t]` sequences have more than t tokens, so the tokens of time t are adjacent there.
+    """
+
+    slots: Tensor  # [S] i64, longest sequence first
+    is_fresh: Tensor  # [S] bool: begins with its first token, so its state is zero whatever the slot holds
+    by_time: Tensor  # [T] i64
+    actives: list[int]
+    order: Tensor  # [S] i64: the sequences of the step, longest first
+    sequence_of: Tensor  # [T] i64: which of the step's sequences a token is of
+    ends: Tensor  # [S] i64: behind the last token of each of the step's sequences
+
+    @classmethod
+    def of(cls, slots: Tensor, query_starts: Tensor, lengths: Tensor) -> SequenceRows:
+        """Of sequence s, tokens [query_starts[s], query_starts[s + 1]); `lengths` [S] count earlier tokens as well."""
+        starts, ends = query_starts[:-1].long(), query_starts[1:].long()
+        counts = ends - starts
+        order = torch.argsort(counts, descending=True, stable=True)
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order), device=order.device)
+        sequence_of = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        times = torch.arange(len(sequence_of), device=counts.device) - starts[sequence_of]
+        by_time = torch.argsort(times * len(counts) + rank[sequence_of])
+        is_fresh = lengths.long() == counts
+        actives = torch.bincount(times).tolist()
+        return cls(slots[order], is_fresh[order], by_time, actives, order, sequence_of, ends)
+
+    def begin(self, states: Tensor) -> Tensor:
+        """The states of the sequences, [S, ...], longest first: a copy of those in their slots, or zeros."""
+        found = states[self.slots]
+        found[self.is_fresh] = 0
+        return found
+
+
+def causal_conv(x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None, rows: SequenceRows) -> Tensor:
+    """A convolution over the last W tokens, each channel for itself.
+
+    x        [T, C]             the step's tokens
+    tails    [slots, W - 1, C]  the tokens before, by slot, oldest first; replaced by those before the next step
+    weight   [C, W]             the newest token's is the last
+    bias     [C] or None
+
+    Returns [T, C] f32.
+    """
+    before = tails.shape[1]
+    width = before + 1
+    places = torch.arange(len(x), device=x.device) + (rows.sequence_of + 1) * before  # each sequence behind its tail
+    wide = x.new_empty(len(x) + len(rows.ends) * before, x.shape[1])
+    wide[places] = x
+    last = (rows.ends + torch.arange(1, len(rows.ends) + 1, device=x.device) * before)[rows.order]
+    back = torch.arange(-before, 0, device=x.device)
+    counts = torch.bincount(rows.sequence_of, minlength=len(rows.ends))[rows.order]
+    wide[(last - counts)[:, None] + back] = rows.begin(tails)
+    taps = weight.float()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device) if bias is None else bias.float().expand(x.shape)
+    for tap in range(width):
+        out = torch.addcmul(out, wide[places - before + tap].float(), taps[:, tap])
+    tails[rows.slots] = wide[last[:, None] + back]
+    return out
+
+
+def recur(
+    states: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, rows: SequenceRows
+) -> Tensor:
+    """A linear recurrence with a matrix as its state, for each head.
+
+    H heads of values in groups over G heads of keys. For each token, with its own numbers:
+    state = exp(log_decay) * state + outer(k, u); out = q @ state.
+    u = v, as in Mamba-2; with `beta`, u = beta * (v - k @ state), the delta rule, where the state has decayed already.
+
+    states     [slots, H, K, V]  f32, replaced by those after the step
+    q, k       [T, G, K]         f32
+    v          [T, H, V]         f32
+    log_decay  [T, H]            f32
+    beta       [T, H] or None    f32
+
+    Returns [T, H, V] f32.
+    """
+    num_tokens, num_heads, value_dim = v.shape
+    groups, key_dim = k.shape[1:]
+    heads = (groups, num_heads // groups)
+    inner = rows.begin(states).view(-1, *heads, key_dim, value_dim)
+    order = rows.by_time
+    q, k = (one[order].view(num_tokens, groups, 1, key_dim, 1) for one in (q, k))
+    v = v[order].view(num_tokens, *heads, 1, value_dim)
+    decay = log_decay.exp()[order].view(num_tokens, *heads, 1, 1)
+    beta = None if beta is None else beta[order].view(num_tokens, *heads, 1, 1)
+    found = v.new_empty(num_tokens, *heads, value_dim)
+    begin = 0
+    for num_active in rows.actives:
+        at = slice(begin, begin + num_active)
+        begin += num_active
+        state = inner[:num_active].mul_(decay[at])  # [n, G, H / G, K, V]
+        update = v[at]
+        if beta is not None:
+            update = (update - (state * k[at]).sum(-2, keepdim=True)) * beta[at]
+        state.addcmul_(k[at], update)
+        torch.sum(state * q[at], -2, out=found[at])
+    states[rows.slots] = inner.view(-1, num_heads, key_dim, value_dim)
+    out = torch.empty_like(found)
+    out[order] = found
+    return out.view(num_tokens, num_heads, value_dim)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Each row of x [..., D] f32 divided by its length, as the delta rule takes queries and keys."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, is_gated_first: bool) -> Tensor:
+    """RMS norm over the groups of x [T, N, D] f32, and a gate [T, N, D] by SiLU, after the norm or before it.
+
+    `weight` [D], or [N, D] as one row. Returns [T, N * D] f32.
+    """
+    opened = F.silu(gate.float())
+    normed = F.rms_norm(x * opened if is_gated_first else x, x.shape[-1:], None, eps)
+    normed = normed * weight.float().view(-1, x.shape[-1])
+    return (normed if is_gated_first else normed * opened).reshape(len(x), -1)

@@ -1,0 +1,59 @@
+"""What recurrent layers do not go with, and how many sequences their states leave room for. Does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...model.spec import DecoderSpec
+from ...runtime.env.log import get_logger
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..memory_table import human
+from .cache_size import CPU_SHARE
+
+STATE_SHARE = CPU_SHARE / 2  # of free memory, at most, for the states of running sequences
+log = get_logger("millrace.stages")
+
+
+def check_recurrent(config: EngineConfig, shape: DecoderSpec) -> None:
+    """Raises `ConfigError` for a setting that a model with recurrent layers does not support."""
+    if not shape.recurrent_layers:
+        return
+    kinds = ", ".join(dict.fromkeys(layer.kind for layer in shape.recurrent_layers.values()))
+    unsupported = {
+        "speculation = ngram": (config.speculation == "ngram", "off"),
+        "enable_lora = True": (config.enable_lora, "False"),
+        "kv_cache_dtype = fp8": (config.kv_cache_dtype == "fp8", "auto"),
+        f"merge_adapter = {', '.join(config.merge_adapter)}": (bool(config.merge_adapter), "none"),
+    }
+    for setting, (is_set, instead) in unsupported.items():
+        if is_set:
+            raise ConfigError(
+                f"{setting}: is not supported for model = {config.model}, a {shape.family} with recurrent layers "
+                f"({kinds} in {len(shape.recurrent_layers)} of {shape.num_layers}); use {instead}"
+            )
+
+
+def within_state_memory(config: EngineConfig, shape: DecoderSpec, item_size: int, free_bytes: int) -> EngineConfig:
+    """`config` with as many sequences at once as their recurrent states leave room for.
+
+    `item_size`: bytes of a number of the model; `free_bytes`: memory that the weights leave. Raises `ConfigError` if
+    not one sequence fits.
+    """
+    each = shape.state_bytes(item_size)
+    if not each:
+        return config
+    available = int(free_bytes * STATE_SHARE)
+    most, asked = available // each, config.max_num_seqs
+    if most < 1:
+        raise ConfigError(
+            f"{shape.family}: the recurrent state of a sequence takes {human(each)}, and {human(available)} are for "
+            f"it, {STATE_SHARE:.1%} of the memory that is free beside the weights: free memory, or choose a smaller "
+            "model"
+        )
+    if most >= asked:
+        return config
+    total = f"{most} x {human(each)} = {human(most * each)} of {human(available)}"
+    needs = f"{asked} need {human(asked * each)}"
+    log.warning("max_num_seqs.lowered", asked=asked, used=most, state=f"{total}; {needs}")
+    return replace(config, max_num_seqs=most)

@@ -1,0 +1,140 @@
+"""Models with recurrent layers, whose states a step changes for good: voids, aborts, reused slots, and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.model.decoder.decoder import Decoder
+from millrace.model.families.registry import read_spec
+from millrace.stages import LLM, EngineConfig, SamplingParams
+from millrace.stages.backends.recurrent_settings import within_state_memory
+from millrace.stages.errors import ConfigError
+from tests.families.ways import BLOCK_SIZE
+from tests.families.zoo import Entry, Zoo, chosen
+
+NUM_NEW, LENGTHS = 9, (5, 41)
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "threads": 1,
+    "block_size": BLOCK_SIZE,
+    "max_model_len": 64,
+    "num_gpu_blocks": 256,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def entry(tmp_path_factory: pytest.TempPathFactory) -> Entry:
+    return Zoo(tmp_path_factory.mktemp("zoo"), NUM_NEW, LENGTHS).entry(chosen(["qwen3.5"])[0])
+
+
+@pytest.fixture(scope="module")
+def llm(entry: Entry) -> Iterator[LLM]:
+    with LLM(str(entry.folder), **SETTINGS) as llm:
+        yield llm
+
+
+def answers(llm: LLM, entry: Entry, **options: Any) -> list[list[int]]:
+    params = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, **options)
+    outputs = llm.generate([one.prompt for one in entry.answers], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def wanted(entry: Entry) -> list[list[int]]:
+    return [one.token_ids for one in entry.answers]
+
+
+def patch_steps(monkeypatch: pytest.MonkeyPatch, after: Callable[[int], None]) -> None:
+    """Calls `after(number)` on the device thread when all layers of a step have changed their states."""
+    hidden, num_steps = Decoder.hidden, iter(range(10**6))
+
+    def patched(*args: Any) -> Any:
+        found = hidden(*args)
+        after(next(num_steps))
+        return found
+
+    monkeypatch.setattr(Decoder, "hidden", patched)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [(0,), (1,), (3, 4), (2, 6, 9)])
+def test_steps_that_fail_behind_their_layers_change_no_answer(
+    llm: LLM, entry: Entry, monkeypatch: pytest.MonkeyPatch, failing: tuple[int, ...]
+) -> None:
+    failed = []
+
+    def fail(number: int) -> None:
+        if number in failing:
+            failed.append(number)
+            raise RuntimeError("planted")
+
+    patch_steps(monkeypatch, fail)
+    assert answers(llm, entry) == wanted(entry)
+    assert failed == list(failing)
+
+
+@pytest.mark.slow
+def test_a_prompt_aborted_midway_and_sent_again_has_the_same_answer(
+    llm: LLM, entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch_steps(monkeypatch, lambda number: number == 1 and llm._loop.call_soon_threadsafe(llm.engine.abort, "mine"))
+
+    async def abort() -> list[Any]:
+        stream = llm.engine.generate(entry.answers[1].prompt, SamplingParams(max_tokens=NUM_NEW), request_id="mine")
+        return [output async for output in stream]
+
+    assert llm._run(abort())[-1].outputs[0].finish_reason == "abort"
+    monkeypatch.undo()
+    assert answers(llm, entry) == wanted(entry)
+
+
+@pytest.mark.slow
+def test_steps_in_flight_behind_a_stop_harm_no_sequence_that_takes_the_slot(llm: LLM, entry: Entry) -> None:
+    first = entry.answers[0].token_ids
+    for stop in (first[0], first[3]):
+        cut = answers(llm, entry, stop_token_ids=[stop])
+        assert cut[0] == first[: first.index(stop) + 1]
+        assert answers(llm, entry) == wanted(entry)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speculation": "ngram"}, r"speculation = ngram: is not supported .* recurrent layers \(gdn in 2 of 4\)"),
+        ({"enable_lora": True}, "enable_lora = True"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype = fp8"),
+        ({"tensor_parallel_size": 2}, "recurrent layers, which ranks do not share"),
+        ({"attention_backend": "native"}, "native backend lacks recurrent layers: gdn"),
+    ],
+)
+def test_a_setting_that_recurrent_layers_do_not_go_with_is_refused(
+    entry: Entry, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(str(entry.folder), **{**SETTINGS, **settings})
+
+
+def test_the_memory_table_counts_the_states_of_all_slots(llm: LLM, entry: Entry) -> None:
+    assert llm.info.memory is not None
+    spec = read_spec(entry.folder)
+    assert llm.info.state_bytes == spec.state_bytes(4) == 2 * 4 * (4 * 8 * 8 + 3 * 64)
+    assert llm.info.memory.row("recurrent").num_bytes == 4 * llm.info.state_bytes
+
+
+def test_fewer_sequences_run_at_once_where_their_states_need_more_memory(entry: Entry) -> None:
+    spec, config = read_spec(entry.folder), EngineConfig(max_num_seqs=8)
+    each = spec.state_bytes(torch.bfloat16.itemsize)
+    assert within_state_memory(config, spec, 2, 64 * each) is config
+    assert within_state_memory(config, spec, 2, 64 * each - 8).max_num_seqs == 7
+    with pytest.raises(ConfigError, match="the recurrent state of a sequence takes"):
+        within_state_memory(config, spec, 2, 8 * each - 8)
+    dense = replace(spec, layers=tuple(spec.layers[index] for index in spec.kv_layers))
+    assert within_state_memory(config, dense, 2, 0) is config

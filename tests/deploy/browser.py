@@ -37,6 +37,7 @@ def opened(url: str, script: str = "") -> Iterator[Any]:
 def watched(browser: Any, url: str, script: str = "") -> Any:
     """One more page of an opened browser, with its own storage: a thread can start only one Playwright at a time."""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(90_000)  # a machine with other work takes long to draw
     page.complaints, page.asked = [], []
     page.on("pageerror", lambda error: page.complaints.append(str(error)))
     page.on("console", lambda line: page.complaints.append(line.text) if line.type == "error" else None)
@@ -55,7 +56,7 @@ def check_that_it_stayed_at_home(page: Any) -> None:
     assert page.complaints == []
 
 
-def until(page: Any, claim: str, timeout_s: float = 20.0) -> None:
+def until(page: Any, claim: str, timeout_s: float = 90.0) -> None:
     """Waits until `claim` holds in the page. Playwright's own wait uses `eval`, which the page's policy forbids."""
     deadline = time.monotonic() + timeout_s
     while not page.evaluate(claim):

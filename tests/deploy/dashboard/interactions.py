@@ -22,7 +22,7 @@ def check_load(server: RunningServer, page: Any) -> None:
         page.get_by_role("spinbutton", name=label).fill(value)
     page.click("text=Start the load")
     page.locator(".load-banner", has_text="Synthetic load").wait_for()
-    until(page, "document.querySelector('.load-banner') === null", timeout_s=10)
+    until(page, "document.querySelector('.load-banner') === null")
     sent, done = (int(page.locator(f"[data-figure='load.{name}']").text_content()) for name in ("sent", "done"))
     assert sent >= 3 and sent - 3 <= done <= sent
     server.wait_until_idle()  # what still ran is cancelled

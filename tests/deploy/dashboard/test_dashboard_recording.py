@@ -109,7 +109,7 @@ def test_its_figures_are_those_of_the_time_machine(page: Any, recording: Path):
             assert figure(page, f"blocks.{name}") == moment.memory.device.count(BlockState[state]), (name, time_s)
         expected = [str(each) for each in reversed(moment.preemptions)][:40]
         told = page.locator("[data-preemption] .free")
-        deadline = time.monotonic() + 5  # the figures are drawn before the list
+        deadline = time.monotonic() + 60  # the figures are drawn before the list
         while told.all_text_contents() != expected and time.monotonic() < deadline:
             page.wait_for_timeout(20)
         assert told.all_text_contents() == expected

@@ -61,7 +61,8 @@ def test_a_page_counts_what_was_found_and_what_there_is():
 async def test_a_viewer_sorts_and_filters_the_requests_of_a_running_engine():
     async with serving(step_s=0.005, script=ENDLESS) as running:
         asking = [asyncio.create_task(complete(running, "x" * (1 + i), 300)) for i in range(20)]
-        await until(lambda: len(running.engine.scheduler.sequences) == 20)
+        scheduler = running.engine.scheduler
+        await until(lambda: len(scheduler.sequences) == 20 and scheduler.num_running == 16)
         async with looking(running) as viewer:
             window = {"sort": "prompt", "descending": True, "state": "running", "limit": 5}
             await viewer.say("subscribe", topics={"requests": window})

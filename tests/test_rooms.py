@@ -96,37 +96,45 @@ BELOW = {
     "deploy/api/schema": "deploy",
     "deploy/api/parsers": "",
     "deploy/api": "deploy deploy/metrics deploy/api/parsers",
-    "deploy/api/openai": "deploy deploy/http deploy/api deploy/api/schema deploy/api/parsers",
-    "deploy/api/adapter": "deploy/api deploy/api/schema deploy/api/parsers deploy/api/openai",
-    "deploy/api/responses": "deploy deploy/http deploy/api deploy/api/schema deploy/api/parsers deploy/api/openai "
+    "deploy/api/openai": "deploy deploy/http deploy/api/schema deploy/api/parsers deploy/api",
+    "deploy/api/chat": "deploy deploy/api/schema deploy/api/openai",
+    "deploy/api/completions": "deploy deploy/api/schema deploy/api/openai",
+    "deploy/api/token_ids": "deploy deploy/api/schema deploy/api/openai deploy/api/completions",
+    "deploy/api/embeddings": "deploy deploy/http deploy/api/schema deploy/api/openai",
+    "deploy/api/tokenize": "deploy deploy/http deploy/api/schema deploy/api/openai",
+    "deploy/api/adapter": "deploy/api/schema deploy/api/parsers deploy/api deploy/api/openai deploy/api/chat",
+    "deploy/api/responses": "deploy deploy/http deploy/api/schema deploy/api/parsers deploy/api deploy/api/openai "
     "deploy/api/adapter",
-    "deploy/api/messages": "deploy deploy/http deploy/api deploy/api/schema deploy/api/parsers deploy/api/openai "
+    "deploy/api/messages": "deploy deploy/http deploy/api/schema deploy/api/parsers deploy/api deploy/api/openai "
     "deploy/api/adapter",
-    "deploy/api/dialects": "deploy deploy/http deploy/api/schema deploy/api/openai deploy/api/adapter",
-    "deploy/api/ollama": "deploy deploy/http deploy/api deploy/api/schema deploy/api/parsers deploy/api/openai "
-    "deploy/api/adapter",
-    "deploy/websocket": "deploy deploy/http deploy/metrics deploy/api deploy/api/schema deploy/api/openai "
-    "deploy/api/responses",
+    "deploy/api/dialects": "deploy deploy/http deploy/api/schema deploy/api/openai deploy/api/completions "
+    "deploy/api/token_ids deploy/api/adapter",
+    "deploy/api/ollama": "deploy deploy/http deploy/api/schema deploy/api/parsers deploy/api deploy/api/openai "
+    "deploy/api/completions deploy/api/embeddings deploy/api/adapter",
+    "deploy/api/routes": "deploy/api/openai deploy/api/chat deploy/api/completions deploy/api/token_ids "
+    "deploy/api/embeddings deploy/api/tokenize deploy/api/responses deploy/api/messages "
+    "deploy/api/dialects deploy/api/ollama",
+    "deploy/websocket": "deploy deploy/http deploy/metrics deploy/api/schema deploy/api deploy/api/openai "
+    "deploy/api/chat deploy/api/completions deploy/api/responses",
     "deploy/inspect": "deploy deploy/settings deploy/http deploy/api",
-    "deploy/admin": "deploy deploy/http deploy/api deploy/api/schema",
-    "deploy/dashboard": "deploy deploy/settings deploy/http deploy/metrics deploy/api deploy/api/schema "
+    "deploy/admin": "deploy deploy/http deploy/api/schema deploy/api",
+    "deploy/dashboard": "deploy deploy/settings deploy/http deploy/metrics deploy/api/schema deploy/api "
     "deploy/websocket deploy/inspect",
-    "deploy/openapi/shapes": "deploy",
-    "deploy/openapi/operations": "deploy deploy/metrics deploy/api/schema deploy/api/openai deploy/api/responses "
-    "deploy/api/dialects deploy/api/messages deploy/api/ollama deploy/inspect deploy/admin deploy/openapi/shapes",
-    "deploy/openapi": "deploy deploy/settings deploy/http deploy/api deploy/api/schema deploy/openapi/shapes "
-    "deploy/openapi/operations",
+    "deploy/openapi/shapes": "deploy/api/schema",
+    "deploy/openapi/operations": "deploy/metrics deploy/api/schema deploy/api/routes deploy/inspect deploy/admin "
+    "deploy/openapi/shapes",
+    "deploy/openapi": "deploy deploy/settings deploy/http deploy/api/schema deploy/api deploy/openapi/operations",
     "deploy/server": "deploy deploy/http deploy/metrics deploy/api deploy/api/openai deploy/api/responses "
-    "deploy/api/dialects deploy/api/messages deploy/api/ollama deploy/websocket deploy/inspect deploy/admin "
-    "deploy/dashboard deploy/openapi",
+    "deploy/api/messages deploy/api/dialects deploy/api/ollama deploy/api/routes "
+    "deploy/websocket deploy/inspect deploy/admin deploy/dashboard deploy/openapi",
     "deploy/ray": "deploy deploy/settings deploy/server",
     "deploy/cli/bench": "deploy",
     "deploy/cli/doctor": "deploy deploy/http deploy/api",
     "deploy/cli/other_engines": "",
     "deploy/cli/simulate": "deploy deploy/settings",
     "deploy/dashboard/playback": "deploy deploy/metrics deploy/api/schema deploy/websocket deploy/dashboard",
-    "deploy/cli": "deploy deploy/settings deploy/cli/other_engines deploy/http deploy/ray deploy/websocket "
-    "deploy/dashboard deploy/dashboard/playback deploy/server",
+    "deploy/cli": "deploy deploy/settings deploy/http deploy/websocket deploy/dashboard deploy/server "
+    "deploy/ray deploy/cli/other_engines deploy/dashboard/playback",
 }
 ENTRIES = {"deploy/__main__.py", "stages/__init__.py"}  # they only lead to other rooms: may import any
 ROOMS = {name: set(below.split()) for name, below in BELOW.items()}

@@ -4,6 +4,7 @@ Owns: the `Service` that handlers share, and the model's output format (reasonin
 In: request bodies as plain data.
 Out: requests to the engine, and answers in the form of each API.
 Imports: the root of `deploy`, `metrics` and `api/parsers`. Order of the rooms:
-`schema`, `parsers` <- the files here <- `openai` <- `adapter` <- `responses`, `messages`.
-Start with: `service.py`, then `openai/generation.py`.
+`schema`, `parsers` <- the files here <- `openai` <- `chat`, `completions`, `embeddings` and such <- `adapter` <-
+`responses`, `messages`, `ollama`, `dialects` <- `routes`.
+Start with: `service.py`, then `chat/routes.py`.
 """

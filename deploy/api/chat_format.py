@@ -1,7 +1,7 @@
 """The served model's output format (reasoning and tool calls), applied to a request.
 
 Finds the parsers for the engine's model and whether a prompt ends inside reasoning. The fields of a body are defined in
-`openai/bodies.py`; `assistant_turn.py` parses the text.
+`chat/body.py`; `assistant_turn.py` parses the text.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from pydantic.json_schema import models_json_schema
 
 from ...stages.config import EngineConfig
 from ..api.schema.hints import ModelLimits, Schema, fill_in_limits
+from ..api.schema.shapes import Error
 from ..config import ServerConfig
 from ..http.body_reader import MAX_CHUNKS
 from ..settings.fields import Kind, fields_of
 from .docstrings import add_descriptions
-from .operations import OPERATIONS, Content, Operation
-from .shapes import openai
+from .operations import Content, Operation, all_operations
 
 RUNTIME_LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # with API keys, if `enable_runtime_lora`
 REF = "#/components/schemas/{model}"
@@ -36,9 +36,9 @@ SECURITY: dict[str, list[dict[str, list[str]]]] = {
 
 def served(config: ServerConfig) -> tuple[Operation, ...]:
     """The operations of a server with this configuration."""
-    operations: Iterable[Operation] = OPERATIONS
+    operations: Iterable[Operation] = all_operations()
     if config.has_open_runtime_lora:
-        operations = [replace(each, access="key") if each.path in RUNTIME_LORA else each for each in OPERATIONS]
+        operations = [replace(each, access="key") if each.path in RUNTIME_LORA else each for each in operations]
     left_out = {"/openapi.json", "/docs"} if config.disable_docs else set()
     return tuple(
         operation
@@ -193,7 +193,7 @@ _RETRY_AFTER: Schema = {
 
 
 def _schemas(operations: Iterable[Operation], config: ServerConfig) -> dict[str, Schema]:
-    models: dict[type[BaseModel], None] = {openai.Error: None}
+    models: dict[type[BaseModel], None] = {Error: None}
     for operation in operations:
         models[operation.error] = None
         contents = [content for answer in operation.answers.values() for content in answer]

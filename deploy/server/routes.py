@@ -7,23 +7,17 @@ from typing import Any
 
 from aiohttp import web
 
-from ..api.dialects.routes import DialectRoutes
-from ..api.dialects.tgi import TGI_STREAM_PATH
-from ..api.messages.events import MESSAGES_PATH
-from ..api.messages.routes import MessagesRoutes
-from ..api.ollama.embeddings import OllamaEmbeddings
-from ..api.ollama.model_routes import CHANGES, OllamaModelRoutes
-from ..api.ollama.routes import OllamaRoutes
-from ..api.openai.embeddings import EmbeddingRoutes
-from ..api.openai.generation import GenerationRoutes
+from ..api.openai.api_routes import ApiParts
+from ..api.openai.generation import Generation
 from ..api.openai.models import ModelRoutes
-from ..api.openai.tokenize import TokenizeRoutes
 from ..api.responses.routes import ResponsesRoutes
-from ..api.responses.service import ResponseService
+from ..api.routes import table
 from ..api.service import Service
 from ..dashboard.feed import Feed
+from ..errors import ApiError, shorten
 from ..http.package_version import package_version
-from ..http.responses import expect
+from ..http.request_context import OWNER
+from ..http.responses import answer
 from ..metrics.metrics import Metrics
 from ..websocket.hub import Hub
 from .health import HealthRoutes
@@ -44,18 +38,13 @@ class Routes:
         self._service = service
         self._health = HealthRoutes(service, metrics)
         self._models = ModelRoutes(service)
-        self._tokenize = TokenizeRoutes(service, threads)
-        self._generation = GenerationRoutes(service, threads)
         self._pages = Pages()
-        self._embeddings = EmbeddingRoutes(service, threads)
-        self.responses = ResponseService(self._generation, threads)
-        self._response_routes = ResponsesRoutes(self.responses, threads)
-        self._messages = MessagesRoutes(self._generation, threads)
-        self._dialects = DialectRoutes(self._generation, threads)
-        self._ollama = OllamaRoutes(self._generation, threads)
-        self._ollama_models = OllamaModelRoutes(service, threads)
-        self._ollama_embeddings = OllamaEmbeddings(self._embeddings)
-        self.sockets = Hub(self._generation, self.responses, metrics, threads)
+        generation = Generation(service, threads)
+        parts = ApiParts(service, threads, generation)
+        self._api = [kind(parts) for kind in table.API_ROUTES]
+        (self._responses,) = [routes for routes in self._api if isinstance(routes, ResponsesRoutes)]
+        self.responses = self._responses.responses
+        self.sockets = Hub(generation, self.responses, metrics, threads)
         self.feed = Feed(service, metrics, threads, package_version())
 
     @property
@@ -75,7 +64,7 @@ class Routes:
     def new_work(self) -> frozenset[Any]:
         """Handlers that start something, and so are refused while the server drains; `/v1/stream` decides itself."""
         posts = {route.handler for route in self.table() if route.method == "POST"}
-        return frozenset(posts - {self._response_routes.cancel} | {self.sockets.responses})
+        return frozenset(posts - {self._responses.cancel} | {self.sockets.responses})
 
     @property
     def open_ended(self) -> frozenset[Any]:
@@ -84,9 +73,7 @@ class Routes:
 
     def table(self) -> list[web.RouteDef]:
         """The routes of these handlers."""
-        generation, messages, embeddings = self._generation, self._messages, self._embeddings
-        health, models, tokenize = self._health, self._models, self._tokenize
-        responses = self._response_routes
+        health, models = self._health, self._models
         return [
             web.get("/health", health.ready),
             web.get("/health/live", health.live),
@@ -99,58 +86,27 @@ class Routes:
             web.get("/metrics", health.metrics),
             web.get("/v1/models", models.models),
             web.get("/v1/models/{id:(?s:.+)}", models.model),
-            web.post("/v1/chat/completions", generation.chat, expect_handler=expect),
-            web.post("/v1/completions", generation.completions, expect_handler=expect),
-            web.post("/v1/embeddings", embeddings.embeddings, expect_handler=expect),
-            *(web.post(path, embeddings.score, expect_handler=expect) for path in ("/score", "/v1/score")),
-            *(
-                web.post(path, embeddings.rerank, expect_handler=expect)
-                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
-            ),
-            web.post("/v1/responses", responses.create, expect_handler=expect),
+            *(route for routes in self._api for route in routes.table()),
             web.get("/v1/responses", self.sockets.responses, allow_head=False),
-            web.get("/v1/responses/{id}", responses.retrieve),
-            web.delete("/v1/responses/{id}", responses.delete),
-            web.post("/v1/responses/{id}/cancel", responses.cancel),
-            web.get("/v1/responses/{id}/input_items", responses.input_items),
-            web.post(MESSAGES_PATH, messages.create, expect_handler=expect),
-            web.post(f"{MESSAGES_PATH}/count_tokens", messages.count_tokens, expect_handler=expect),
-            *self._ollama_table(),
             web.get("/v1/stream", self.sockets.stream, allow_head=False),
             web.get("/stream-demo", self._pages.stream_demo),
             *([] if self._service.config.disable_docs else [web.get("/docs", self._pages.docs)]),
             *(web.get(path, self._pages.dashboard) for path in ("/", "/dashboard")),
             web.get("/dashboard/feed", self.feed.socket, allow_head=False),
             web.get("/static/{name:(?s:.+)}", self._pages.file),
-            web.post("/v1/chat/completions/render", generation.render_chat, expect_handler=expect),
-            web.post("/v1/completions/render", generation.render_completions, expect_handler=expect),
-            web.post("/generate", self._dialects.generate, expect_handler=expect),
-            web.post(TGI_STREAM_PATH, self._dialects.generate_stream, expect_handler=expect),
-            web.get("/info", self._dialects.info),
-            web.post("/inference/v1/generate", generation.generate, expect_handler=expect),
-            web.post("/tokenize", tokenize.tokenize, expect_handler=expect),
-            web.post("/detokenize", tokenize.detokenize, expect_handler=expect),
-            web.delete("/v1/requests/{id:(?!.+/explain$).+}", generation.abort),  # `inspect` has `explain`
+            web.delete("/v1/requests/{id:(?!.+/explain$).+}", self.abort),  # `inspect` has `explain`
         ]
 
-    def _ollama_table(self) -> list[web.RouteDef]:
-        """The routes below `/api`."""
-        models, embeddings = self._ollama_models, self._ollama_embeddings
-        posts = {
-            "chat": self._ollama.chat,
-            "generate": self._ollama.generate,
-            "embed": embeddings.embed,
-            "embeddings": embeddings.embeddings,
-            "show": models.show,
-            "pull": models.pull,
-        }
-        return [
-            *(web.post(f"/api/{name}", handler, expect_handler=expect) for name, handler in posts.items()),
-            web.get("/api/tags", models.tags),
-            web.get("/api/ps", models.ps),
-            web.get("/api/version", models.version),
-            *(web.route("DELETE" if path.endswith("delete") else "POST", path, models.refuse) for path in CHANGES),
-        ]
+    async def abort(self, request: web.Request) -> web.Response:
+        """`DELETE /v1/requests/{id}`: aborts a request.
+
+        Its client gets the partial answer, finish_reason `abort`.
+        """
+        some_id = request.match_info["id"]
+        if self._service.abort(some_id, request[OWNER]) is None:
+            message = f"id = {shorten(repr(some_id), 128)}: no request with this id is in progress"
+            raise ApiError("request_not_found", message, param="id")
+        return answer({"id": some_id, "aborted": True})
 
     async def stop(self, app: web.Application) -> None:
         """Ends background work that no handler waits for."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, ParamSpec, TypeVar
 
-from ..api.openai.generation import GenerationRoutes
+from ..api.openai.generation import Generation
 from ..api.service import Service
 from ..http.json_limits import INLINE_BYTES
 from ..http.sized_threads import run_sized
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class SocketContext:
     """The shared context; one per server, used on its event loop only."""
 
-    def __init__(self, generation: GenerationRoutes, metrics: Metrics, threads: Executor) -> None:
+    def __init__(self, generation: Generation, metrics: Metrics, threads: Executor) -> None:
         self.generation = generation
         self.service: Service = generation.service
         self.config = generation.service.config

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from ...runtime.env.log import get_logger
-from ..api.openai.generation import GenerationRoutes
+from ..api.openai.generation import Generation
 from ..api.responses.service import ResponseService
 from ..errors import ApiError, not_serving, unforeseen
 from ..http.connections import error_response
@@ -33,9 +33,7 @@ log = get_logger("millrace.deploy")
 class Hub:
     """All sessions of one server, on its event loop. Call `watch` once the engine exists."""
 
-    def __init__(
-        self, generation: GenerationRoutes, responses: ResponseService, metrics: Metrics, threads: Executor
-    ) -> None:
+    def __init__(self, generation: Generation, responses: ResponseService, metrics: Metrics, threads: Executor) -> None:
         self._context = SocketContext(generation, metrics, threads)
         self._streams: StreamRegistry[RequestStream] = StreamRegistry(self._context)
         self._service = generation.service

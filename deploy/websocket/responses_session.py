@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from ...runtime.env.log import bound
-from ..api.openai.generation import stream_error
+from ..api.openai.prepared_request import stream_error
 from ..api.responses.service import ParsedBody, ResponseService
 from ..errors import ApiError, shorten
 from ..http.request_context import MAX_ID_CHARS

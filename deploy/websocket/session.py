@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..api.openai.generation import ENDPOINTS
+from ..api.chat.body import ChatBody
+from ..api.completions.body import CompletionBody
+from ..api.openai.answers import AnswerBuilder, ChatAnswerBuilder, CompletionAnswerBuilder
 from ..errors import ApiError, shorten
 from ..http.request_context import MAX_ID_CHARS
 from .base_session import SocketSession
@@ -22,6 +24,11 @@ from .peer import Peer
 from .stream import RequestStream
 from .stream_registry import StreamRegistry
 
+# the value of `endpoint` -> the body and the form of the answer
+ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[AnswerBuilder]]] = {
+    "chat": (ChatBody, ChatAnswerBuilder),
+    "completions": (CompletionBody, CompletionAnswerBuilder),
+}
 MAX_KEPT_BYTES = 16 * 1024 * 1024  # unacknowledged messages of one socket, over all its requests
 
 

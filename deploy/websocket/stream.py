@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...runtime.env.log import bound
 from ..api.openai.answers import AnswerBuilder
 from ..api.openai.chunks import ChunkIterator
-from ..api.openai.generation import PreparedRequest, client_error, stream_error
+from ..api.openai.prepared_request import PreparedRequest, client_error, stream_error
 from ..errors import ApiError, not_serving
 from ..http.request_context import checked_request_id
 from .delivery import ChunkDelivery, Recipient

@@ -1,4 +1,4 @@
-"""`deploy/docs/configuration.md` and `deploy/docs/cli.md`, made from the settings and the parsers of the commands."""
+"""Pages of `deploy/docs` made from the code: settings, commands and routes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from millrace.deploy.api.schema.operation import Operation
 from millrace.deploy.config import ServerConfig
+from millrace.deploy.openapi.operations import all_operations
 from millrace.deploy.settings.fields import Kind, groups_of
 from millrace.stages.config import EngineConfig
 
@@ -78,7 +80,23 @@ def cli() -> str:
     return "\n".join(lines) + "\n"
 
 
-GENERATED: dict[str, Callable[[], str]] = {"configuration.md": configuration, "cli.md": cli}
+def routes() -> str:
+    """The page of all routes: what each is for, and the key that it needs."""
+    lines = ["# Routes", "", NOTE, ""]
+    lines += [
+        "`GET /openapi.json` of a running server describes bodies, answers and errors of these routes, and `GET /docs`",
+        "shows them as a page. Key: `key` needs an API key if the server has any, `admin` the admin key, `open` none.",
+    ]
+    groups: dict[str, list[Operation]] = {}
+    for operation in all_operations():
+        groups.setdefault(operation.group, []).append(operation)
+    for group, operations in groups.items():
+        lines += ["", f"## {group[0].upper()}{group[1:]}", "", "| route | purpose | key |", "|---|---|---|"]
+        lines += [f"| `{one.method} {one.path}` | {_cell(one.summary)} | {one.access} |" for one in operations]
+    return "\n".join(lines) + "\n"
+
+
+GENERATED: dict[str, Callable[[], str]] = {"configuration.md": configuration, "cli.md": cli, "routes.md": routes}
 
 
 def _commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import orjson
 
+from millrace.deploy.api.chat.body import ChatBody
+from millrace.deploy.api.completions.body import CompletionBody
 from millrace.deploy.api.messages.bodies import MessagesBody
-from millrace.deploy.api.openai.bodies import ChatBody, CompletionBody
 from millrace.deploy.api.responses.bodies import ResponsesBody
 from millrace.deploy.api.schema.validation import read_body
 from millrace.deploy.errors import ApiError

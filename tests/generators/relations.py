@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.deploy.api.openai.token_ids import flatten
+from millrace.deploy.api.token_ids.body import flatten
 from millrace.deploy.errors import ApiError
 from millrace.deploy.http.json_limits import JsonLimits
 from millrace.stages.request_limits import MAX_SEQUENCES

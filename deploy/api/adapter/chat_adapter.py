@@ -15,8 +15,9 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from ....kernels.layout.sampling_fields import FIELDS
-from ..openai.bodies import ChatBody
-from ..openai.generation import GenerationRoutes, PreparedRequest, client_error
+from ..chat.body import ChatBody
+from ..openai.generation import Generation
+from ..openai.prepared_request import PreparedRequest, client_error
 from ..schema.body import Body
 from ..schema.hints import nullable
 from ..schema.validation import read_body
@@ -63,7 +64,7 @@ def read_adapted(kind: type[A], raw: Mapping[str, Any], strict_fields: bool) -> 
     return body, passed, ignored
 
 
-def take_order(generation: GenerationRoutes, chat: Chat, name_of: NameOf) -> PreparedRequest:
+def take_order(generation: Generation, chat: Chat, name_of: NameOf) -> PreparedRequest:
     """Validates a chat body. Errors of this request, here and later, name its fields by `name_of`."""
     return generation.order(ChatBody, {name: value for name, value in chat.items() if value is not None}, name_of)
 
@@ -104,9 +105,7 @@ class AnswerParts:
 
 
 @asynccontextmanager
-async def submit_chat(
-    generation: GenerationRoutes, answer_id: str, order: PreparedRequest
-) -> AsyncIterator[AnswerParts]:
+async def submit_chat(generation: Generation, answer_id: str, order: PreparedRequest) -> AsyncIterator[AnswerParts]:
     """Submits an order and yields its `AnswerParts`.
 
     On exit the request is closed, however the block ends. `answer_id` comes from `Service.open`. Errors inside the

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,17 +16,19 @@ from ...http.package_version import package_version
 from ...http.request_context import ERROR_BODY
 from ...http.responses import answer
 from ..adapter.chat_adapter import renamed
+from ..completions.body import CompletionBody
 from ..openai.answers import AnswerBuilder
-from ..openai.bodies import CompletionBody
-from ..openai.generation import GenerationRoutes, PreparedRequest
-from ..openai.token_ids import GenerateBody, TokenIdsAnswerBuilder
+from ..openai.api_routes import ApiRoutes, post
+from ..openai.prepared_request import PreparedRequest
 from ..schema.validation import read_body
+from ..token_ids.body import GenerateBody, TokenIdsAnswerBuilder
 from . import sglang, tgi
 from .sglang import SglangAnswerBuilder, SglangBody
 from .tgi import TgiAnswerBuilder, TgiBody, TgiParameters
 
 if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox
+    from ..schema.operation import Operation
 
 ErrorBody = Callable[[ApiError], Mapping[str, Any]]
 DIALECTS = "token_ids (vLLM), inputs (TGI), or text or input_ids (SGLang)"
@@ -42,13 +43,21 @@ class PreparedDialect:
     make_answer: Callable[[str, RequestOutbox], AnswerBuilder] | None = None  # None: as vLLM answers
 
 
-class DialectRoutes:
+class DialectRoutes(ApiRoutes):
     """The handlers."""
 
-    def __init__(self, generation: GenerationRoutes, threads: Executor) -> None:
-        self._service = generation.service
-        self._generation = generation
-        self._threads = threads
+    def table(self) -> list[web.RouteDef]:
+        return [
+            post("/generate", self.generate),
+            post(tgi.TGI_STREAM_PATH, self.generate_stream),
+            web.get("/info", self.info),
+        ]
+
+    @staticmethod
+    def operations() -> Sequence[Operation]:
+        from .operations import OPERATIONS
+
+        return OPERATIONS
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """`POST /generate`, in the dialect of the body."""
@@ -61,15 +70,15 @@ class DialectRoutes:
 
     async def info(self, request: web.Request) -> web.Response:
         """`GET /info`: the model and the limits, as TGI tells them."""
-        info = self._service.require_engine().info
+        info = self.service.require_engine().info
         return answer(
             {
-                "model_id": self._service.model_names[0],
+                "model_id": self.service.model_names[0],
                 "model_sha": None,
                 "model_dtype": f"torch.{info.dtype}",
                 "model_device_type": info.device.partition(":")[0],
                 "model_pipeline_tag": "text-generation",
-                "max_concurrent_requests": self._service.require_engine().config.max_num_seqs,
+                "max_concurrent_requests": self.service.require_engine().config.max_num_seqs,
                 "max_best_of": 1,
                 "max_stop_sequences": MAX_STOPS,
                 "max_input_tokens": info.max_model_len - 1,
@@ -82,8 +91,8 @@ class DialectRoutes:
     async def _answer(
         self, request: web.Request, make: Callable[[Mapping[str, Any]], PreparedDialect]
     ) -> web.StreamResponse:
-        self._service.require_engine()
-        taken = await read(request, self._service.config, self._threads, make)
+        self.service.require_engine()
+        taken = await read(request, self.service.config, self._threads, make)
         return await self._generation.respond(request, taken.order, taken.shape, taken.make_answer)
 
     def _read(self, request: web.Request, raw: Mapping[str, Any]) -> PreparedDialect:
@@ -100,7 +109,7 @@ class DialectRoutes:
         return PreparedDialect(self._generation.order(GenerateBody, raw), TokenIdsAnswerBuilder)
 
     def _read_tgi(self, raw: Mapping[str, Any], is_stream: bool) -> PreparedDialect:
-        strict_fields = self._service.config.strict_fields
+        strict_fields = self.service.config.strict_fields
         body, ignored = read_body(TgiBody, raw, strict_fields)
         if raw.get("parameters"):
             try:
@@ -112,7 +121,7 @@ class DialectRoutes:
         order = self._order(body.completion(is_stream), ignored, lambda name: renamed(name, tgi.NAMES))
         if body.parameters is None or body.parameters.max_new_tokens is None:
             order = replace(order, params=replace(order.params, max_tokens=None))
-        special_ids: frozenset[int] = frozenset(self._service.require_engine().tokenizer.special_ids)
+        special_ids: frozenset[int] = frozenset(self.service.require_engine().tokenizer.special_ids)
 
         def make_answer(answer_id: str, outbox: RequestOutbox) -> AnswerBuilder:
             return TgiAnswerBuilder(answer_id, body, outbox, special_ids)
@@ -120,9 +129,9 @@ class DialectRoutes:
         return PreparedDialect(order, TgiAnswerBuilder, make_answer)
 
     def _read_sglang(self, raw: Mapping[str, Any]) -> PreparedDialect:
-        body, ignored = read_body(SglangBody, raw, self._service.config.strict_fields)
+        body, ignored = read_body(SglangBody, raw, self.service.config.strict_fields)
         completion, unknown = body.completion()
-        if unknown and self._service.config.strict_fields:
+        if unknown and self.service.config.strict_fields:
             raise ApiError("unknown_parameter", f"{unknown[0]}: unknown field; leave it out", param=unknown[0])
         names = sglang.NAMES | {"prompt": body.prompt_field}
         order = self._order(completion, [*ignored, *unknown], lambda name: renamed(name, names))
@@ -139,7 +148,7 @@ class DialectRoutes:
         """SGLang's default; None, which is what the context leaves, if that may be less."""
         prompts = order.prompts
         longest = max(len(p.token_ids) if p.token_ids is not None else 4 * len(p.text or "") for p in prompts)
-        fits = longest + sglang.DEFAULT_MAX_NEW_TOKENS < self._service.require_engine().info.max_model_len
+        fits = longest + sglang.DEFAULT_MAX_NEW_TOKENS < self.service.require_engine().info.max_model_len
         return sglang.DEFAULT_MAX_NEW_TOKENS if fits else None
 
     def _order(

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from ....stages.params import MAX_STOPS
 from ...errors import ApiError, shorten
 from ..adapter.chat_adapter import EXTENSIONS, AdaptedBody, Chat, renamed
-from ..openai.bodies import ModelName
+from ..openai.generation_body import ModelName
 from ..schema import fields as schema_fields
 from ..schema.hints import STOP_STRING, array, needs, nullable
 from ..schema.unsupported import GENERATION, NOTHING, Harmless

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
@@ -18,10 +17,14 @@ from ...http.request_context import OWNER, REQUEST_ID
 from ...http.sized_threads import run_sized
 from ...http.sse import named_event, stream_framed
 from ..adapter.chat_adapter import AnswerParts, read_adapted, submit_chat, take_order
-from ..openai.generation import GenerationRoutes, PreparedRequest, client_error, ignored_headers, stream_error
-from ..openai.tokenize import check_length
+from ..openai.api_routes import ApiRoutes, post
+from ..openai.prepared_request import PreparedRequest, client_error, ignored_headers, stream_error
+from ..openai.prompts import check_length
 from .bodies import CountTokensBody, MessagesBody, name_of
-from .events import Event, MessageEvents, error_body
+from .events import MESSAGES_PATH, Event, MessageEvents, error_body
+
+if TYPE_CHECKING:
+    from ..schema.operation import Operation
 
 PREFIX = "msg_"
 
@@ -35,33 +38,37 @@ class PreparedMessage:
     ignored: Sequence[str]  # names of unknown fields
 
 
-class MessagesRoutes:
+class MessagesRoutes(ApiRoutes):
     """The handlers of `/v1/messages`."""
 
-    def __init__(self, generation: GenerationRoutes, threads: Executor) -> None:
-        self._service = generation.service
-        self._generation = generation
-        self._threads = threads
+    def table(self) -> list[web.RouteDef]:
+        return [post(MESSAGES_PATH, self.create), post(f"{MESSAGES_PATH}/count_tokens", self.count_tokens)]
+
+    @staticmethod
+    def operations() -> Sequence[Operation]:
+        from .operations import OPERATIONS
+
+        return OPERATIONS
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/messages`."""
         order = await self._take(request, MessagesBody)
-        answer_id = self._service.open(PREFIX, request[REQUEST_ID], request[OWNER])
+        answer_id = self.service.open(PREFIX, request[REQUEST_ID], request[OWNER])
         stops = order.order.params.stop
-        built = MessageEvents(answer_id, self._service.answered_model(order.order.body.model), stops)
+        built = MessageEvents(answer_id, self.service.answered_model(order.order.body.model), stops)
         headers = {"request-id": request[REQUEST_ID]} | ignored_headers(order.ignored)
         if not order.is_stream:
             async with submit_chat(self._generation, answer_id, order.order) as parts:
                 async for more in parts:
                     _add(built, more, parts)
             return web.json_response(body=orjson.dumps(built.message), headers=headers)
-        stalled_reader_s = self._service.config.stalled_reader_s
+        stalled_reader_s = self.service.config.stalled_reader_s
         return await stream_framed(
             request,
             stalled_reader_s,
             self._stream(answer_id, order, built),
             headers,
-            on_stall=lambda: self._service.close(answer_id, "stalled_reader"),
+            on_stall=lambda: self.service.close(answer_id, "stalled_reader"),
         )
 
     async def _stream(
@@ -79,10 +86,10 @@ class MessagesRoutes:
     async def count_tokens(self, request: web.Request) -> web.Response:
         """`POST /v1/messages/count_tokens`."""
         order = await self._take(request, CountTokensBody)
-        encoder, chat = self._service.require_engine().encoder, order.order.prompts[0].chat
+        encoder, chat = self.service.require_engine().encoder, order.order.prompts[0].chat
         assert chat is not None, "a chat body has a chat prompt"
         count = chat_chars(chat)
-        check_length(count, self._service.require_engine().info.max_model_len, "messages")
+        check_length(count, self.service.require_engine().info.max_model_len, "messages")
         try:
             token_ids = await run_sized(self._threads, count, encoder.encode_chat, chat)
         except RequestError as error:
@@ -90,14 +97,14 @@ class MessagesRoutes:
         return web.json_response({"input_tokens": len(token_ids)}, headers=ignored_headers(order.ignored))
 
     async def _take(self, request: web.Request, kind: type[CountTokensBody]) -> PreparedMessage:
-        self._service.require_engine()
-        return await read(request, self._service.config, self._threads, partial(self._read, kind))
+        self.service.require_engine()
+        return await read(request, self.service.config, self._threads, partial(self._read, kind))
 
     def _read(self, kind: type[CountTokensBody], raw: Mapping[str, Any]) -> PreparedMessage:
         """Validates a body. `ApiError` names the wrong field. May be called in a thread."""
-        body, passed, ignored = read_adapted(kind, raw, self._service.config.strict_fields)
+        body, passed, ignored = read_adapted(kind, raw, self.service.config.strict_fields)
         chat, sources = body.chat()
-        if chat.get("thinking_budget") is not None and not self._service.require_chat_format().has_thoughts:
+        if chat.get("thinking_budget") is not None and not self.service.require_chat_format().has_thoughts:
             del chat["thinking_budget"]
             ignored.append("thinking")
         order = take_order(self._generation, chat | passed | {"model": body.model}, name_of(sources))

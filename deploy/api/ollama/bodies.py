@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from ....stages.params import MAX_LOGPROBS
 from ...errors import ApiError, shorten
 from ..adapter.chat_adapter import AdaptedBody, Chat, renamed
-from ..openai.bodies import ModelName
+from ..openai.generation_body import ModelName
 from ..openai.tools import Tool, not_too_many
 from ..schema import fields as schema_fields
 from ..schema.hints import TOKEN_IDS, Schema, nullable

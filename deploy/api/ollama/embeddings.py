@@ -15,8 +15,9 @@ from ....stages.messages import Request
 from ....stages.pooling_params import MAX_INPUTS, PoolingParams
 from ....stages.tasks import Task
 from ...errors import ApiError
-from ..openai.embedding_bodies import PooledBody
-from ..openai.embeddings import EmbeddingRoutes, PooledAnswer
+from ..embeddings.bodies import PooledBody
+from ..embeddings.routes import EmbeddingRoutes, PooledAnswer
+from ..openai.api_routes import post
 from ..openai.prompts import read_prompts
 from ..schema.hints import OF_ANY_LENGTH, Schema, array
 from ..schema.unsupported import POOLING, Harmless
@@ -71,6 +72,10 @@ class OllamaEmbeddings:
 
     def __init__(self, embeddings: EmbeddingRoutes) -> None:
         self._embeddings = embeddings
+
+    def table(self) -> list[web.RouteDef]:
+        """The handler of each path."""
+        return [post("/api/embed", self.embed), post("/api/embeddings", self.embeddings)]
 
     async def embed(self, request: web.Request) -> web.Response:
         """`POST /api/embed`."""

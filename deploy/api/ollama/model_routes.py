@@ -18,7 +18,8 @@ from ...errors import ApiError, shorten
 from ...http.body_reader import read
 from ...http.package_version import package_version
 from ...http.responses import answer
-from ..openai.bodies import ModelName
+from ..openai.api_routes import post
+from ..openai.generation_body import ModelName
 from ..schema.body import Body
 from ..schema.validation import read_body
 from ..service import Service
@@ -73,6 +74,17 @@ class OllamaModelRoutes:
     def __init__(self, service: Service, threads: Executor) -> None:
         self._service = service
         self._threads = threads
+
+    def table(self) -> list[web.RouteDef]:
+        """The handler of each path."""
+        return [
+            post("/api/show", self.show),
+            post("/api/pull", self.pull),
+            web.get("/api/tags", self.tags),
+            web.get("/api/ps", self.ps),
+            web.get("/api/version", self.version),
+            *(web.route("DELETE" if path.endswith("delete") else "POST", path, self.refuse) for path in CHANGES),
+        ]
 
     async def tags(self, request: web.Request) -> web.Response:
         """`GET /api/tags`: the served names."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -22,12 +21,19 @@ from ...http.request_context import OWNER, REQUEST_ID
 from ...http.sized_threads import run_sized
 from ...http.sse import stream_framed
 from ..adapter.chat_adapter import AnswerParts, read_adapted, submit_chat, take_order
-from ..openai.bodies import CompletionBody
-from ..openai.generation import GenerationRoutes, PreparedRequest, client_error, ignored_headers, stream_error
-from ..openai.tokenize import check_length
+from ..completions.body import CompletionBody
+from ..embeddings.routes import EmbeddingRoutes
+from ..openai.api_routes import ApiParts, ApiRoutes, post
+from ..openai.prepared_request import PreparedRequest, client_error, ignored_headers, stream_error
+from ..openai.prompts import check_length
 from .bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody
+from .embeddings import OllamaEmbeddings
 from .lines import AnswerLines, Line, closing_fields, framed, loaded, ollama_error
+from .model_routes import OllamaModelRoutes
 from .options import ignored_options
+
+if TYPE_CHECKING:
+    from ..schema.operation import Operation
 
 PREFIX = "ollama-"
 LINES_TYPE = "application/x-ndjson"
@@ -42,13 +48,27 @@ class PreparedOllama:
     ignored: Sequence[str]  # names of unknown fields
 
 
-class OllamaRoutes:
-    """The handlers that generate."""
+class OllamaRoutes(ApiRoutes):
+    """The handlers that generate. Their table has those of models and embeddings, too."""
 
-    def __init__(self, generation: GenerationRoutes, threads: Executor) -> None:
-        self._service = generation.service
-        self._generation = generation
-        self._threads = threads
+    def __init__(self, parts: ApiParts) -> None:
+        super().__init__(parts)
+        self._models = OllamaModelRoutes(parts.service, parts.threads)
+        self._embeddings = OllamaEmbeddings(EmbeddingRoutes(parts))
+
+    def table(self) -> list[web.RouteDef]:
+        return [
+            post("/api/chat", self.chat),
+            post("/api/generate", self.generate),
+            *self._embeddings.table(),
+            *self._models.table(),
+        ]
+
+    @staticmethod
+    def operations() -> Sequence[Operation]:
+        from .operations import OPERATIONS
+
+        return OPERATIONS
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """`POST /api/chat`."""
@@ -60,17 +80,17 @@ class OllamaRoutes:
 
     async def _answer(self, request: web.Request, kind: type[OllamaBody]) -> web.StreamResponse:
         began_ns = time.perf_counter_ns()
-        self._service.require_engine()
+        self.service.require_engine()
         make = partial(self._read, kind)
-        taken = await read(request, self._service.config, self._threads, make, takes_forms=True)
+        taken = await read(request, self.service.config, self._threads, make, takes_forms=True)
         body, is_chat, headers = taken.body, kind is OllamaChatBody, ignored_headers(taken.ignored)
-        model = body.model or self._service.model_names[0]
+        model = body.model or self.service.model_names[0]
         if taken.order is None:
             return web.Response(
                 body=orjson.dumps(loaded(model, is_chat)), content_type="application/json", headers=headers
             )
         order = await self._fitted(body, taken.order)
-        answer_id = self._service.open(PREFIX, request[REQUEST_ID], request[OWNER])
+        answer_id = self.service.open(PREFIX, request[REQUEST_ID], request[OWNER])
         lines = AnswerLines(model, is_chat)
         if not body.is_stream:
             async with submit_chat(self._generation, answer_id, order) as parts:
@@ -80,10 +100,10 @@ class OllamaRoutes:
             return web.Response(body=data, content_type="application/json", headers=headers)
         return await stream_framed(
             request,
-            self._service.config.stalled_reader_s,
+            self.service.config.stalled_reader_s,
             self._stream(answer_id, order, body, lines, began_ns),
             {"Content-Type": LINES_TYPE} | headers,
-            on_stall=lambda: self._service.close(answer_id, "stalled_reader"),
+            on_stall=lambda: self.service.close(answer_id, "stalled_reader"),
         )
 
     async def _stream(
@@ -103,7 +123,7 @@ class OllamaRoutes:
 
     def _read(self, kind: type[OllamaBody], raw: Mapping[str, Any]) -> PreparedOllama:
         """Validates a body. `ApiError` names the wrong field. May be called in a thread."""
-        info, strict_fields = self._service.require_engine().info, self._service.config.strict_fields
+        info, strict_fields = self.service.require_engine().info, self.service.config.strict_fields
         body, _, ignored = read_adapted(kind, raw, strict_fields)
         ignored += ignored_options(raw.get("options"), info.max_model_len, strict_fields)
         if isinstance(body, OllamaGenerateBody) and body.context:
@@ -113,7 +133,7 @@ class OllamaRoutes:
                     "context: holds a token that this model does not have; send the `context` of an earlier answer"
                 )
                 raise ApiError("invalid_value", message, param="context")
-        chat_format = self._service.require_chat_format()
+        chat_format = self.service.require_chat_format()
         if body.think and not chat_format.has_thoughts:
             message = "think: this model does not mark its thoughts (see --reasoning-parser); leave think out"
             raise ApiError("unsupported_parameter", message, param="think")
@@ -139,7 +159,7 @@ class OllamaRoutes:
         Ollama ends an answer where the context does. The prompt is encoded here only if that is needed to know.
         """
         context = body.context if isinstance(body, OllamaGenerateBody) else None
-        engine, prompt, longest = self._service.require_engine(), order.prompts[0], body.longest or 0
+        engine, prompt, longest = self.service.require_engine(), order.prompts[0], body.longest or 0
         num_chars = len(prompt.text or "") if prompt.chat is None else chat_chars(prompt.chat)
         most = engine.info.max_model_len
         num_turns = 1 if prompt.chat is None else len(prompt.chat.messages)

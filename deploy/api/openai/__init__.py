@@ -1,8 +1,8 @@
-"""OpenAI's chat, completions and embeddings, and tokenization.
+"""What the routes of chat, completions and other APIs share: from a body to the engine and back.
 
-Owns: the handlers, their bodies and the shapes of answers.
-In: HTTP requests with plain-data bodies.
-Out: whole answers and chunks of streams.
+Owns: nothing.
+In: bodies as plain data, and the engine's output.
+Out: requests to the engine, whole answers and chunks of streams.
 Imports: the root of `deploy`, `http`, the files of `api`, `api/schema`, `api/parsers`.
-Start with: `generation.py`, the handler of `POST /v1/chat/completions`.
+Start with: `generation.py`; `api_routes.py` says what a folder of routes offers.
 """

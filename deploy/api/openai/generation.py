@@ -1,4 +1,4 @@
-"""Chat and completions: from a body to the engine and back, whole or as a stream.
+"""From a body that generates to the engine and back, whole or as a stream, for the routes of all APIs.
 
 However a handler ends, its request is closed.
 """
@@ -6,110 +6,50 @@ However a handler ends, its request is closed.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
 
 from ....runtime.env.log import get_logger
-from ....stages.beam_search.algorithm import BeamParams
-from ....stages.messages import AdapterRef, Prompt, Request
-from ....stages.params import SamplingParams
-from ...errors import ApiError, describe, shorten, unforeseen, wrong_field
+from ....stages.messages import Prompt, Request
+from ...errors import ApiError, wrong_field
 from ...http.body_reader import read
-from ...http.request_context import ERROR_BODY, OWNER, REQUEST_ID, checked_request_id
-from ...http.sse import DONE, EventStream
-from ..assistant_turn import AssistantTurn
+from ...http.request_context import OWNER, REQUEST_ID, checked_request_id
 from ..schema.metadata import metadata_pairs
 from ..schema.processors import FIELD, NOT_IN_BEAMS, asked_processors
 from ..schema.validation import read_body
 from ..service import Service
-from .answers import AnswerBuilder, ChatAnswerBuilder, CompletionAnswerBuilder, best, usage
-from .bodies import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody
+from .answers import AnswerBuilder, best, usage
 from .chunks import ChunkIterator, PromptEchoer
-from .prompt_echo import EchoOptions, echo_prompt
-from .sse_pump import send_all
-from .token_ids import GenerateBody, TokenIdsAnswerBuilder, flatten, rendered
+from .generation_body import GenerationBody
+from .prepared_request import PreparedRequest, client_error, ignored_headers, listed_names, time_limit_s
+from .prompt_echo import echo_prompt
+from .rendered_bodies import rendered
+from .streamed_answer import stream_answer
 
 if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox
 
-_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
-
 log = get_logger("millrace.deploy")
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A validated body, ready to submit.
-
-    Checks that depend on the prompt's tokens follow at intake.
-    """
-
-    body: GenerationBody
-    ignored: Sequence[str]  # names of unknown fields
-    prompts: tuple[Prompt, ...]
-    params: SamplingParams
-    beams: BeamParams | None  # None: no beam search
-    echo_options: EchoOptions  # what the answer returns about the prompts
-    make_turn: Callable[[], AssistantTurn] | None = None  # one per choice; None if choices are plain text
-    adapter: AdapterRef | None = None  # None: the served model
-    name_of: Callable[[str], str] | None = None  # the client's names of fields, if they are not those of the body
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.params.n
-
-
-class GenerationRoutes:
-    """The handlers of the endpoints that generate text or token ids."""
+class Generation:
+    """Takes, submits and answers requests for text or token ids. One per server; the routes of all APIs share it."""
 
     def __init__(self, service: Service, threads: Executor) -> None:
         self.service = service
-        self._threads = threads
+        self.threads = threads
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """`POST /v1/chat/completions`."""
-        return await self._generate(request, *ENDPOINTS["chat"])
-
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        """`POST /v1/completions`."""
-        return await self._generate(request, *ENDPOINTS["completions"])
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        """`POST /inference/v1/generate`: see `token_ids.py`."""
-        return await self._generate(request, GenerateBody, TokenIdsAnswerBuilder)
-
-    async def render_chat(self, request: web.Request) -> web.Response:
-        """`POST /v1/chat/completions/render`."""
-        return await self._render(request, ChatBody, ChatAnswerBuilder)
-
-    async def render_completions(self, request: web.Request) -> web.Response:
-        """`POST /v1/completions/render`."""
-        return await self._render(request, CompletionBody, CompletionAnswerBuilder)
-
-    async def abort(self, request: web.Request) -> web.Response:
-        """`DELETE /v1/requests/{id}`: aborts a request.
-
-        Its client gets the partial answer, finish_reason `abort`.
-        """
-        some_id = request.match_info["id"]
-        if self.service.abort(some_id, request[OWNER]) is None:
-            message = f"id = {shorten(repr(some_id), 128)}: no request with this id is in progress"
-            raise ApiError("request_not_found", message, param="id")
-        body = orjson.dumps({"id": some_id, "aborted": True})
-        return web.Response(body=body, content_type="application/json")
-
-    async def _render(
+    async def render(
         self, request: web.Request, kind: type[GenerationBody], shape: type[AnswerBuilder]
     ) -> web.Response:
-        """Answers with bodies for `/generate`: one for a chat, a list for completions."""
-        order = await self._take_order(request, kind)
+        """Answers with bodies for `/generate`, without computing: one for a chat, a list for completions."""
+        order = await self._take(request, kind)
         engine, answer_id = self.service.require_engine(), shape.PREFIX + request[REQUEST_ID]
         try:
             prompts, params = await engine.render(Request(answer_id, order.prompts, order.params))
@@ -117,17 +57,18 @@ class GenerationRoutes:
             raise client_error(order, error) from error
         raw = order.body.model_dump(include={"stream", "priority", "cache_salt"})
         loop, model = asyncio.get_running_loop(), self.service.answered_model(order.body.model)
-        texts = [await loop.run_in_executor(self._threads, engine.decode, ids.tolist(), False) for ids in prompts]
+        texts = [await loop.run_in_executor(self.threads, engine.decode, ids.tolist(), False) for ids in prompts]
         prompt_bodies = [
             rendered(answer_id, model, ids, text, params, raw) for ids, text in zip(prompts, texts, strict=True)
         ]
-        body = orjson.dumps(prompt_bodies[0] if kind is ChatBody else prompt_bodies)
+        body = orjson.dumps(prompt_bodies if order.body.chat is None else prompt_bodies[0])
         return web.Response(body=body, content_type="application/json", headers=ignored_headers(order.ignored))
 
-    async def _generate(
+    async def generate(
         self, request: web.Request, kind: type[GenerationBody], shape: type[AnswerBuilder]
     ) -> web.StreamResponse:
-        return await self.respond(request, await self._take_order(request, kind), shape)
+        """Reads a body of that kind and answers it in that shape, whole or as a stream."""
+        return await self.respond(request, await self._take(request, kind), shape)
 
     async def respond(
         self,
@@ -142,13 +83,13 @@ class GenerationRoutes:
         answer_id = self.service.open(shape.PREFIX, request[REQUEST_ID], request[OWNER])
         cause = "disconnect"  # if no exception below sets another: the handler is cancelled when its client disconnects
         try:
-            outbox = await self.submit(answer_id, order, _time_limit_s(request, order.body))
+            outbox = await self.submit(answer_id, order, time_limit_s(request, order.body))
             if make_answer is None:
                 answer = self.answer(shape, answer_id, order, outbox)
             else:
                 answer = make_answer(answer_id, outbox)
             if order.body.stream:
-                return await self._stream(request, order, answer, outbox)
+                return await stream_answer(request, self.service, order, answer, self.chunks(order, answer, outbox))
             return await self._whole(request, order, answer, outbox)
         except ApiError:
             raise
@@ -158,11 +99,11 @@ class GenerationRoutes:
         finally:
             self.service.close(answer_id, cause)
 
-    async def _take_order(self, request: web.Request, kind: type[GenerationBody]) -> PreparedRequest:
+    async def _take(self, request: web.Request, kind: type[GenerationBody]) -> PreparedRequest:
         self.service.require_engine()
-        order = await read(request, self.service.config, self._threads, lambda raw: self.order(kind, raw))
+        order = await read(request, self.service.config, self.threads, lambda raw: self.order(kind, raw))
         if order.ignored:
-            log.debug("request.fields_ignored", fields=_listed(order.ignored))
+            log.debug("request.fields_ignored", fields=listed_names(order.ignored))
         return order
 
     def order(
@@ -181,14 +122,13 @@ class GenerationRoutes:
 
     def _order(self, kind: type[GenerationBody], raw: Mapping[str, Any]) -> PreparedRequest:
         defaults = self.service.require_engine().info.default_params
-        raw = flatten(raw) if kind is GenerateBody else raw
-        body, ignored = read_body(kind, raw, self.service.config.strict_fields)
+        body, ignored = read_body(kind, kind.flattened(raw), self.service.config.strict_fields)
         adapter = self.service.adapter_of(body.model)
         params, make_turn = body.sampling_params(defaults), None
-        if isinstance(body, ChatBody):
+        if body.chat is not None:
             chat_format = self.service.require_chat_format()
-            ignored += chat_format.unread(body)
-            params, make_turn = chat_format.apply(body, params)
+            ignored += chat_format.unread(body.chat)
+            params, make_turn = chat_format.apply(body.chat, params)
         if body.logits_processors not in (None, []):
             asked = asked_processors(body.logits_processors, self.service.require_engine().logits_processors)
             if body.use_beam_search:
@@ -270,7 +210,7 @@ class GenerationRoutes:
         async def add_prompt_echoes(choices: Iterable[int]) -> None:
             for index in sorted({choice // order.params.n for choice in choices}.difference(answer.prompts)):
                 answer.prompts[index] = await loop.run_in_executor(
-                    self._threads, echo_prompt, order.echo_options, outbox, tokenizer, index
+                    self.threads, echo_prompt, order.echo_options, outbox, tokenizer, index
                 )
 
         return add_prompt_echoes
@@ -300,88 +240,7 @@ class GenerationRoutes:
         body = orjson.dumps(whole)
         return web.Response(body=body, content_type="application/json", headers=ignored_headers(order.ignored))
 
-    async def _stream(
-        self, request: web.Request, order: PreparedRequest, answer: AnswerBuilder, outbox: RequestOutbox
-    ) -> web.StreamResponse:
-        """The answer as server-sent events.
-
-        Nothing is sent before the first piece, so that an earlier error still gets its own HTTP status. After
-        `sse_ping_interval_s` the headers are sent anyway, so that no proxy times out.
-        """
-        chunks, config = self.chunks(order, answer, outbox), self.service.config
-        first = asyncio.ensure_future(anext(chunks))
-        headers = ignored_headers(order.ignored)
-        stream = EventStream(request, config.stalled_reader_s, headers, config.sse_ping_interval_s)
-        try:
-            await asyncio.wait((first,), timeout=config.sse_ping_interval_s or None)
-            if first.done():
-                first.result()
-            async with stream:
-                try:
-                    await stream.send(await first)
-                    await send_all(chunks, stream)
-                except ConnectionError:
-                    raise
-                except Exception as error:
-                    failed = stream_error(error, answer.id)
-                    write_error = request.get(ERROR_BODY)
-                    await stream.send([orjson.dumps(failed.body() if write_error is None else write_error(failed))])
-                if answer.HAS_DONE:
-                    await stream.send([DONE])
-                return await stream.finish()
-        except ConnectionError:
-            raise asyncio.CancelledError from None  # the client is gone; aiohttp signals that by cancellation
-        finally:
-            first.cancel()
-            if stream.has_stalled:
-                self.service.close(answer.id, "stalled_reader")
-
-
-ENDPOINTS: dict[str, tuple[type[ChatBody] | type[CompletionBody], type[AnswerBuilder]]] = {
-    "chat": (ChatBody, ChatAnswerBuilder),
-    "completions": (CompletionBody, CompletionAnswerBuilder),
-}
-
-
-def stream_error(error: Exception, answer_id: str) -> ApiError:
-    """The error that a stream ends with. An unexpected `error` is logged."""
-    known = describe(error)
-    if known is None:
-        log.error("request.failed", error=type(error).__name__, exc_info=error)
-    return known or unforeseen(answer_id)
-
 
 def _of_adapter(prompt: Prompt, name: str) -> Prompt:
     """The prompt with the name of its adapter, whose own template may render a chat."""
     return prompt if prompt.chat is None else replace(prompt, chat=replace(prompt.chat, adapter=name))
-
-
-def _time_limit_s(request: web.Request, body: GenerationBody) -> float | None:
-    """The time limit from the body, else from the `X-Request-Timeout` header, in seconds."""
-    given = request.headers.get("X-Request-Timeout")
-    if body.timeout_s is not None or given is None:
-        return body.timeout_s
-    limit_s = float(given) if _SECONDS.fullmatch(given) else 0.0
-    if not 0 < limit_s <= MAX_TIMEOUT_S:
-        message = f"X-Request-Timeout: must be a number of seconds above 0 and at most {MAX_TIMEOUT_S:g}"
-        raise ApiError("invalid_value", message, param="timeout_s")
-    return limit_s
-
-
-def client_error(order: PreparedRequest, error: Exception) -> Exception:
-    """An error of the engine as the client's API has it, e.g. with `prompt` as `messages` on chat."""
-    known = None if isinstance(error, ApiError) else describe(error)
-    if known is None:
-        return error
-    known = known.named(order.body.client_name)
-    return known if order.name_of is None else known.named(order.name_of)
-
-
-def ignored_headers(ignored: Sequence[str]) -> dict[str, str]:
-    """The response header that lists unknown fields, if there are any."""
-    return {"X-Ignored-Fields": _listed(ignored)} if ignored else {}
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first 32 names, each cut to 64 characters; characters unsafe in a header become `?`."""
-    return ", ".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names[:32])

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from ....stages.messages import Prompt
-from ....stages.request_limits import MAX_PROMPTS
+from ....stages.request_limits import MAX_CHARS_PER_TOKEN, MAX_PROMPTS
 from ...errors import ApiError, wrong_field
+
+LEAST_CHARS = 1 << 20  # tokenized even if the context is shorter: documents are counted, then split
 
 
 def read_prompts(
@@ -59,3 +61,11 @@ def _ids(token_ids: list[Any], name: str) -> Prompt:
 
 def _wrong(name: str, problem: str) -> ApiError:
     return wrong_field(name, problem, code="invalid_type")
+
+
+def check_length(count: int, max_model_len: int, param: str) -> None:
+    """Raises `ApiError` for a text of `count` characters if that is too long to be tokenized beside other requests."""
+    most = max(MAX_CHARS_PER_TOKEN * max_model_len, LEAST_CHARS)
+    if count > most:
+        problem = f"has {count} characters: at most {most}; send the text in pieces"
+        raise wrong_field(param, problem, code="context_length_exceeded")

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from ....stages.params import MAX_LOGPROBS
 from ...errors import ApiError, shorten
 from ..adapter.chat_adapter import EXTENSIONS, AdaptedBody, Chat, renamed
-from ..openai.bodies import ModelName
+from ..openai.generation_body import ModelName
 from ..schema import fields as schema_fields
 from ..schema.hints import has, needs, nullable
 from ..schema.metadata import MAX_KEY_CHARS, MAX_PAIRS, MAX_VALUE_CHARS

@@ -13,6 +13,8 @@ from ...errors import ApiError, shorten
 
 Item = dict[str, Any]
 
+MAX_ITEMS_LISTED = 100  # on one page
+
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
@@ -16,26 +15,43 @@ from ...http.body_reader import read
 from ...http.query_params import flag, whole_number
 from ...http.request_context import OWNER, REQUEST_ID
 from ...http.sse import named_event, stream_framed
-from ..openai.generation import ignored_headers
+from ..openai.api_routes import ApiParts, ApiRoutes, post
+from ..openai.prepared_request import ignored_headers
 from .events import Event
+from .input_items import MAX_ITEMS_LISTED
 from .service import ResponseService
 from .store import StoredResponse
 
-MAX_ITEMS_LISTED = 100
+if TYPE_CHECKING:
+    from ..schema.operation import Operation
 
 
-class ResponsesRoutes:
-    """The handlers of `/v1/responses`."""
+class ResponsesRoutes(ApiRoutes):
+    """The handlers of `/v1/responses`; those of its socket are in `websocket`."""
 
-    def __init__(self, responses: ResponseService, threads: Executor) -> None:
-        self.responses = responses
-        self._service = responses.service
-        self._threads = threads
+    def __init__(self, parts: ApiParts) -> None:
+        super().__init__(parts)
+        self.responses = ResponseService(parts.generation, parts.threads)
+
+    def table(self) -> list[web.RouteDef]:
+        return [
+            post("/v1/responses", self.create),
+            web.get("/v1/responses/{id}", self.retrieve),
+            web.delete("/v1/responses/{id}", self.delete),
+            web.post("/v1/responses/{id}/cancel", self.cancel),
+            web.get("/v1/responses/{id}/input_items", self.input_items),
+        ]
+
+    @staticmethod
+    def operations() -> Sequence[Operation]:
+        from .operations import OPERATIONS
+
+        return OPERATIONS
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/responses`."""
-        self._service.require_engine()
-        parsed = await read(request, self._service.config, self._threads, self.responses.read)
+        self.service.require_engine()
+        parsed = await read(request, self.service.config, self._threads, self.responses.read)
         order = await self.responses.take(parsed, request[OWNER], request[REQUEST_ID])
         headers = ignored_headers([*parsed.ignored, *order.order.ignored])
         if order.body.background:
@@ -45,7 +61,7 @@ class ResponsesRoutes:
             return _json(stored.response, headers)
         if order.body.stream:
             events = _framed(self.responses.batches(order))
-            return await self._stream(request, events, headers, lambda: self._service.close(order.id, "stalled_reader"))
+            return await self._stream(request, events, headers, lambda: self.service.close(order.id, "stalled_reader"))
         return _json(orjson.dumps(await self.responses.whole(order)), headers)
 
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
@@ -71,7 +87,7 @@ class ResponsesRoutes:
         stored = self.responses.store.delete(request.match_info["id"], request[OWNER])
         self.responses.note_fetched(stored)
         if not stored.is_over:
-            self._service.abort(stored.id, request[OWNER])
+            self.service.abort(stored.id, request[OWNER])
         return _json(orjson.dumps({"id": stored.id, "object": "response", "deleted": True}))
 
     async def input_items(self, request: web.Request) -> web.Response:
@@ -118,7 +134,7 @@ class ResponsesRoutes:
         headers: Mapping[str, str],
         on_stall: Callable[[], None] = lambda: None,
     ) -> web.StreamResponse:
-        return await stream_framed(request, self._service.config.stalled_reader_s, events, headers, on_stall)
+        return await stream_framed(request, self.service.config.stalled_reader_s, events, headers, on_stall)
 
 
 async def _framed(batches: AsyncGenerator[Sequence[Event], None]) -> AsyncGenerator[bytes, None]:

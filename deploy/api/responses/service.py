@@ -23,7 +23,8 @@ from ...http.json_limits import INLINE_BYTES
 from ...http.sized_threads import run_sized
 from ...http.sse import named_event
 from ..adapter.chat_adapter import AnswerParts, Chat, read_adapted, submit_chat, take_order
-from ..openai.generation import GenerationRoutes, PreparedRequest, stream_error
+from ..openai.generation import Generation
+from ..openai.prepared_request import PreparedRequest, stream_error
 from ..service import CacheUse
 from .bodies import ResponsesBody, name_of
 from .events import Event, ResponseEvents, new_response
@@ -61,7 +62,7 @@ class PreparedResponse:
 class ResponseService:
     """Generates responses, and stores those with `store`."""
 
-    def __init__(self, generation: GenerationRoutes, threads: Executor) -> None:
+    def __init__(self, generation: Generation, threads: Executor) -> None:
         self.service = generation.service
         self.store = store = ResponseStore(generation.service.config.response_store_bytes)
         self.service.caches.append(

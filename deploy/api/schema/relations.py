@@ -1,7 +1,7 @@
 """OpenAPI schemas for combinations of fields of one body.
 
-As in `hints.py`, nothing is checked here: `deploy/api/openai/bodies.py` checks the same rules, by name. A schema cannot
-express rules that compare two numbers.
+As in `hints.py`, nothing is checked here: `deploy/api/openai/generation_body.py` checks the same rules, by name. A
+schema cannot express rules that compare two numbers.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
-"""The table of all operations of the API: method, path, parameters, body, answers, errors and access.
+"""All operations of a server: method, path, parameters, body, answers, errors and access of each.
 
-The OpenAPI document is made from it. A test compares it with the routes of the server: a new route needs a new entry,
-in the file of its kind.
+The OpenAPI document is made from them. Those of the APIs are in the folders of their routes; here are those of the
+server's other rooms. A test compares them with the routes of the server.
 
 Owns: nothing.
-In: the bodies of each API, and the shapes of answers.
-Out: `OPERATIONS`.
-Imports: the root of `deploy`, `metrics`, `api/schema`, each API, `inspect`, `admin`, `openapi/shapes`.
-Start with: `operation.py`, then `generation.py`.
+In: the list of the folders of API routes, and the shapes of answers.
+Out: `all_operations`.
+Imports: `metrics`, `api/schema`, `api/routes`, `inspect`, `admin`, `openapi/shapes`.
+Start with: `api/schema/operation.py`, then `server.py`.
 """
 
 from __future__ import annotations
 
+from ...api.routes import table
+from ...api.schema.operation import Content, Operation
 from .admin import ADMIN
-from .embeddings import NUMBERS
-from .generation import GENERATION
-from .messages import MESSAGES
-from .ollama import OLLAMA
-from .operation import Content, Operation
-from .responses import RESPONSES
 from .server import PAGES, SERVER
 
-__all__ = ["OPERATIONS", "Content", "Operation"]
+__all__ = ["Content", "Operation", "all_operations"]
 
-OPERATIONS: tuple[Operation, ...] = (*GENERATION, *NUMBERS, *RESPONSES, *MESSAGES, *OLLAMA, *SERVER, *PAGES, *ADMIN)
+
+def all_operations() -> tuple[Operation, ...]:
+    """The operations, in the order of the document."""
+    api = [operation for routes in table.API_ROUTES for operation in routes.operations()]
+    return (*api, *SERVER, *PAGES, *ADMIN)

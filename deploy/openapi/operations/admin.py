@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...admin.adapters import MAX_TIMEOUT_S, AddAdapterBody, LoadAdapterBody, UnloadAdapterBody
 from ...admin.profiler import DEFAULT_S, MAX_S
+from ...api.schema.operation import ENGINE_ERRORS, Operation, json, text
 from ..shapes import server
-from .operation import ENGINE_ERRORS, Operation, json, text
 
 ADMIN = (
     Operation(

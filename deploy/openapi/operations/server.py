@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from ...api.schema.operation import (
+    ENGINE_ERRORS,
+    MODEL_ERRORS,
+    PAGE,
+    SOCKET,
+    Answers,
+    Content,
+    Operation,
+    again,
+    json,
+    text,
+)
 from ...inspect.routes import MAX_CURSOR, MAX_LISTED
 from ...metrics.metrics import CONTENT_TYPE
 from ..shapes import inspect, server
-from .operation import ENGINE_ERRORS, MODEL_ERRORS, PAGE, SOCKET, Answers, Content, Operation, again, json, text
 
 READY: Answers = {200: (Content(server.Ready),), 503: (Content(server.NotReady),)}
 HEALTH_LIVE = Operation(
@@ -27,6 +38,16 @@ HEALTH_READY = Operation(
     answers=READY,
 )
 SERVER = (
+    Operation(
+        method="DELETE",
+        path="/v1/requests/{id}",
+        name="abortRequest",
+        group="generation",
+        summary="Abort a running request; its client gets the partial answer with finish_reason abort",
+        parameters={"id": "The id of the answer, or the request's X-Request-Id"},
+        answers=json(server.Aborted),
+        errors=("request_not_found",),
+    ),
     Operation(
         method="GET",
         path="/health",

@@ -1,8 +1,8 @@
-"""Models of all answers, for the OpenAPI document and for tests; handlers make answers as plain data.
+"""Models of the answers of the server's own routes, for the OpenAPI document and for tests.
 
 Owns: nothing.
 In: nothing.
 Out: a model of each answer, part of an answer and event.
-Imports: the root of `deploy`.
-Start with: `openai.py`.
+Imports: `api/schema`.
+Start with: `server.py`.
 """

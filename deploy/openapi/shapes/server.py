@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .openai import Count, Shape
+from ...api.schema.shapes import Count, Shape
 
 
 class Model(Shape):
@@ -336,3 +336,10 @@ class Document(Shape):
     info: DocumentInfo
     paths: dict[str, dict[str, Any]]
     components: dict[str, dict[str, Any]]
+
+
+class Aborted(Shape):
+    """An aborted request."""
+
+    id: str
+    aborted: Literal[True]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from millrace.deploy.api.assistant_turn import ToolCallArguments, ToolCallBegun
+from millrace.deploy.api.chat.body import ChatBody
 from millrace.deploy.api.chat_format import ChatFormat
-from millrace.deploy.api.openai.bodies import ChatBody
-from millrace.deploy.api.openai.tokenize import TokenizeRoutes
 from millrace.deploy.api.parsers.interface import Reasoning, Text
 from millrace.deploy.api.schema.validation import read_body
 from millrace.deploy.api.service import Service
+from millrace.deploy.api.tokenize.routes import TokenizeRoutes
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.errors import ApiError
 from millrace.model.checkpoint.hub import bundled_model_path

@@ -14,7 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from millrace.deploy.api.openai.bodies import ChatBody, CompletionBody
+from millrace.deploy.api.chat.body import ChatBody
+from millrace.deploy.api.completions.body import CompletionBody
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.errors import ApiError, wrong_field
 from millrace.deploy.server.server import Server

@@ -20,16 +20,16 @@ from hypothesis import strategies as st
 from millrace.deploy.api.adapter.answer_parts import AnswerEnd, PartsReader, TokenUsage
 from millrace.deploy.api.adapter.chat_adapter import read_adapted
 from millrace.deploy.api.assistant_turn import AssistantTurn
+from millrace.deploy.api.chat.body import ChatBody
 from millrace.deploy.api.messages.bodies import CountTokensBody, MessagesBody
 from millrace.deploy.api.messages.events import MessageEvents
 from millrace.deploy.api.openai.answers import ChatAnswerBuilder, ChoiceState
-from millrace.deploy.api.openai.bodies import ChatBody
-from millrace.deploy.api.openai.tokenize_bodies import TokenizeBody
 from millrace.deploy.api.parsers.interface import CallArguments, CallBegun, Event, Reasoning, Text, ToolParser
 from millrace.deploy.api.responses.bodies import ResponsesBody
 from millrace.deploy.api.responses.events import ResponseEvents, new_response
 from millrace.deploy.api.responses.input_items import messages_of, read_items
 from millrace.deploy.api.schema.validation import read_body
+from millrace.deploy.api.tokenize.bodies import TokenizeBody
 from millrace.model.text.chat_template import ChatTemplate
 from millrace.model.text.tokenizer import Tokenizer
 from millrace.stages.outputs import ChoiceDelta

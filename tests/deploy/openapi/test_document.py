@@ -15,8 +15,9 @@ import jsonschema_rs
 import pytest
 
 from millrace.deploy.api.adapter.chat_adapter import read_adapted
+from millrace.deploy.api.chat.body import ChatBody
+from millrace.deploy.api.completions.body import CompletionBody
 from millrace.deploy.api.messages.bodies import MessagesBody
-from millrace.deploy.api.openai.bodies import ChatBody, CompletionBody
 from millrace.deploy.api.responses.bodies import ResponsesBody
 from millrace.deploy.api.schema.hints import ModelLimits, number_pattern
 from millrace.deploy.api.schema.unsupported import UNSUPPORTED
@@ -24,7 +25,7 @@ from millrace.deploy.api.schema.validation import read_body
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.errors import CODES, ApiError
 from millrace.deploy.openapi.document import openapi, served
-from millrace.deploy.openapi.operations import OPERATIONS
+from millrace.deploy.openapi.operations import all_operations
 from millrace.deploy.server.server import Server
 from millrace.stages.errors import Refused
 from millrace.stages.messages import Request
@@ -63,7 +64,7 @@ def test_the_table_says_whose_key_opens_a_route():
     app = Server(ServerConfig(**KEYS))._make_app()
     (check,) = [middleware for middleware in app.middlewares if "check_keys" in middleware.__qualname__]
     others = inspect.getclosurevars(check).nonlocals["others"]
-    said = {(operation.method, operation.path): operation.access for operation in OPERATIONS}
+    said = {(operation.method, operation.path): operation.access for operation in all_operations()}
     for route in app.router.routes():
         path = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", route.resource.canonical)
         keys = others.get(route.handler)
@@ -74,9 +75,9 @@ def test_the_table_says_whose_key_opens_a_route():
 
 
 def test_each_entry_has_a_name_of_its_own_and_known_errors():
-    names = [operation.name for operation in OPERATIONS]
+    names = [operation.name for operation in all_operations()]
     assert len(set(names)) == len(names)
-    for operation in OPERATIONS:
+    for operation in all_operations():
         assert set(operation.errors) <= set(CODES)
         assert set(operation.parameters) == set(re.findall(r"\{(\w+)\}", operation.path))
 

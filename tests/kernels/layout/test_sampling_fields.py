@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from millrace.deploy.api.adapter.chat_adapter import EXTENSIONS
-from millrace.deploy.api.openai.bodies import ChatBody, CompletionBody
+from millrace.deploy.api.chat.body import ChatBody
+from millrace.deploy.api.completions.body import CompletionBody
 from millrace.deploy.api.schema.unsupported import INSTEAD
 from millrace.kernels.layout import sampling_rows, step_state
 from millrace.kernels.layout.sampling_fields import (

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.deploy.api.openai.bodies import ChatBody, CompletionBody
-from millrace.deploy.api.openai.embedding_bodies import EmbeddingBody
+from millrace.deploy.api.chat.body import ChatBody
+from millrace.deploy.api.completions.body import CompletionBody
+from millrace.deploy.api.embeddings.bodies import EmbeddingBody
 from millrace.deploy.api.schema.validation import read_body
 from millrace.deploy.errors import ApiError
 from millrace.stages.beam_search.algorithm import BeamParams

@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from millrace.deploy.api.openai.embedding_bodies import EmbeddingBody
+from millrace.deploy.api.embeddings.bodies import EmbeddingBody
 from millrace.deploy.errors import wrong_field
 from millrace.stages import LLM
 from millrace.stages.errors import Refused

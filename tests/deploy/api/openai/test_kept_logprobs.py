@@ -16,7 +16,7 @@ from millrace.deploy.api.openai.answers import (
     PromptEcho,
 )
 from millrace.deploy.api.openai.logprob_fields import chat_logprobs, completion_logprobs
-from millrace.deploy.api.openai.token_ids import TokenIdsAnswerBuilder
+from millrace.deploy.api.token_ids.body import TokenIdsAnswerBuilder
 from millrace.stages.errors import Refused
 from millrace.stages.messages import Prompt, Request, TokenLogprobs
 from millrace.stages.outputs import ChoiceDelta

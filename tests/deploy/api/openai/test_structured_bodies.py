@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from millrace.deploy.api.openai.bodies import ChatBody, CompletionBody
+from millrace.deploy.api.chat.body import ChatBody
+from millrace.deploy.api.completions.body import CompletionBody
 from millrace.deploy.api.schema.validation import read_body
 from millrace.deploy.errors import ApiError
 from millrace.stages import SamplingParams, StructuredOutputs

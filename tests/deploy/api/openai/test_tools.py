@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace.deploy.api.openai.bodies import ChatBody
+from millrace.deploy.api.chat.body import ChatBody
 from millrace.deploy.api.schema.validation import read_body
 from millrace.deploy.errors import ApiError
 from millrace.stages.params import SamplingParams

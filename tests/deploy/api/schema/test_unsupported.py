@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from millrace.deploy.api.adapter.chat_adapter import read_adapted
+from millrace.deploy.api.chat.body import ChatBody
+from millrace.deploy.api.completions.body import CompletionBody
+from millrace.deploy.api.embeddings.bodies import EmbeddingBody, RerankBody, ScoreBody
 from millrace.deploy.api.messages.bodies import CountTokensBody, MessagesBody
-from millrace.deploy.api.openai.bodies import ChatBody, CompletionBody
-from millrace.deploy.api.openai.embedding_bodies import EmbeddingBody, RerankBody, ScoreBody
-from millrace.deploy.api.openai.token_ids import GenerateBody, flatten
-from millrace.deploy.api.openai.tokenize_bodies import TokenizeBody
 from millrace.deploy.api.responses.bodies import ResponsesBody
 from millrace.deploy.api.schema.body import Body
 from millrace.deploy.api.schema.validation import read_body
+from millrace.deploy.api.token_ids.body import GenerateBody, flatten
+from millrace.deploy.api.tokenize.bodies import TokenizeBody
 from millrace.deploy.errors import ApiError
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from ...api.schema.body import Body
-from ...api.schema.hints import Schema
 from ...errors import CODES
-from ..shapes import openai
+from .body import Body
+from .hints import Schema
+from .shapes import Error
 
 Access = Literal["open", "key", "admin"]
 
@@ -43,7 +43,7 @@ class Operation:
     body: type[Body] | None = None
     access: Access = "key"
     errors: tuple[str, ...] = ()
-    error: type[BaseModel] = openai.Error
+    error: type[BaseModel] = Error
     parameters: Mapping[str, str] = field(default_factory=dict)  # path parameter -> its description
     query: Mapping[str, Schema] = field(default_factory=dict)  # name -> its schema
     links: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # OpenAPI links of its 200
@@ -91,6 +91,9 @@ def text(content_type: str) -> Answers:
 
 PAGE = text("text/html; charset=utf-8")
 SOCKET: Answers = {101: ()}
+
+# a link of answers that have an id
+ABORT = {"abort": {"operationId": "abortRequest", "parameters": {"id": "$response.header.X-Request-Id"}}}
 
 # -- errors of every operation, and of those with a key or a body
 

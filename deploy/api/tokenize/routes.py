@@ -4,39 +4,45 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from ....runtime.env.log import get_logger
 from ....stages.messages import ChatPrompt
-from ....stages.request_limits import MAX_CHARS_PER_TOKEN, chat_chars
+from ....stages.request_limits import chat_chars
 from ...errors import ApiError
 from ...http.body_reader import read
 from ...http.responses import answer
 from ...http.sized_threads import run_sized
+from ..openai.api_routes import ApiRoutes, post
+from ..openai.prepared_request import ignored_headers
+from ..openai.prompts import check_length
 from ..schema.validation import read_body
-from ..service import Service
-from .generation import ignored_headers
-from .tokenize_bodies import DetokenizeBody, TokenizeBody
+from .bodies import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
     from ....model.text.tokenizer import Tokenizer
     from ....stages.tokenize.prompt_encoder import ModelEncoder
+    from ..schema.operation import Operation
 
-LEAST_CHARS, LEAST_IDS = 1 << 20, 1 << 18  # taken even if the context is shorter: documents are counted, then split
+LEAST_IDS = 1 << 18  # taken even if the context is shorter: documents are counted, then split
 ID_BYTES = 4  # of text for a token id, about
 
 log = get_logger("millrace.deploy")
 
 
-class TokenizeRoutes:
+class TokenizeRoutes(ApiRoutes):
     """The handlers of one server."""
 
-    def __init__(self, service: Service, threads: Executor) -> None:
-        self.service = service
-        self._threads = threads
+    def table(self) -> list[web.RouteDef]:
+        return [post("/tokenize", self.tokenize), post("/detokenize", self.detokenize)]
+
+    @staticmethod
+    def operations() -> Sequence[Operation]:
+        from .operations import OPERATIONS
+
+        return OPERATIONS
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """`POST /tokenize`: the token ids of a prompt or a chat."""
@@ -95,14 +101,6 @@ class TokenizeRoutes:
             raise ApiError(
                 "tokenizer_error", "the tokenizer failed on this request; this is a server error, see the server's log"
             ) from None
-
-
-def check_length(count: int, max_model_len: int, param: str) -> None:
-    """Raises `ApiError` for a text of `count` characters if that is too long to be tokenized beside other requests."""
-    most = max(MAX_CHARS_PER_TOKEN * max_model_len, LEAST_CHARS)
-    if count > most:
-        message = f"{param}: has {count} characters: at most {most}; send the text in pieces"
-        raise ApiError("context_length_exceeded", message, param=param)
 
 
 def _chat(body: TokenizeBody, adapter: str) -> ChatPrompt:

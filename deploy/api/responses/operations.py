@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ...api.responses.bodies import ResponsesBody
-from ...api.responses.routes import MAX_ITEMS_LISTED
-from ..shapes import other_apis
-from .operation import ENGINE_ERRORS, GENERATION_ERRORS, SOCKET, Operation, json, json_or_named_events
+from ..schema.operation import ENGINE_ERRORS, GENERATION_ERRORS, SOCKET, Operation, json, json_or_named_events
+from . import shapes
+from .bodies import ResponsesBody
+from .input_items import MAX_ITEMS_LISTED
 
 STORED = {"id": "The id of the response"}
-RESPONSES = (
+OPERATIONS = (
     Operation(
         method="POST",
         path="/v1/responses",
@@ -16,7 +16,7 @@ RESPONSES = (
         group="responses",
         summary="A response, whole, as a stream or in the background",
         body=ResponsesBody,
-        answers=json_or_named_events(other_apis.Response, other_apis.ResponseEvent),
+        answers=json_or_named_events(shapes.Response, shapes.ResponseEvent),
         errors=(*GENERATION_ERRORS, "response_not_found"),
     ),
     Operation(
@@ -48,7 +48,7 @@ RESPONSES = (
                 "description": "Return the events after this sequence number",
             },
         },
-        answers=json_or_named_events(other_apis.Response, other_apis.ResponseEvent),
+        answers=json_or_named_events(shapes.Response, shapes.ResponseEvent),
         errors=(*ENGINE_ERRORS, "response_not_found", "invalid_value"),
     ),
     Operation(
@@ -58,7 +58,7 @@ RESPONSES = (
         group="responses",
         summary="Delete a stored response; a running one is cancelled",
         parameters=STORED,
-        answers=json(other_apis.DeletedResponse),
+        answers=json(shapes.DeletedResponse),
         errors=("response_not_found",),
     ),
     Operation(
@@ -68,7 +68,7 @@ RESPONSES = (
         group="responses",
         summary="Cancel a response that runs in the background",
         parameters=STORED,
-        answers=json(other_apis.Response),
+        answers=json(shapes.Response),
         errors=("response_not_found", "invalid_value"),
     ),
     Operation(
@@ -83,7 +83,7 @@ RESPONSES = (
             "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
             "after": {"type": "string", "description": "Return the items after the item with this id"},
         },
-        answers=json(other_apis.InputItems),
+        answers=json(shapes.InputItems),
         errors=(*ENGINE_ERRORS, "response_not_found", "invalid_value"),
     ),
 )

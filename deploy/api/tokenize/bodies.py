@@ -8,13 +8,13 @@ from pydantic import Field, WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 
 from ...errors import ApiError
+from ..openai.chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
+from ..openai.generation_body import ModelName
+from ..openai.tools import Tools, check_tools
 from ..schema import hints
 from ..schema.body import Body
 from ..schema.hints import has
 from ..schema.unsupported import TOKENIZING, Harmless
-from .bodies import ModelName
-from .chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
-from .tools import Tools, check_tools
 
 
 class TokenizeBody(Body):

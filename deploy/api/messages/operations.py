@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ...api.messages.bodies import CountTokensBody, MessagesBody
-from ...api.messages.events import MESSAGES_PATH
-from ..shapes import other_apis
-from .operation import CHAT_ERRORS, GENERATION_ERRORS, Operation, json, json_or_named_events
+from ..schema.operation import CHAT_ERRORS, GENERATION_ERRORS, Operation, json, json_or_named_events
+from . import shapes
+from .bodies import CountTokensBody, MessagesBody
+from .events import MESSAGES_PATH
 
-MESSAGES = (
+OPERATIONS = (
     Operation(
         method="POST",
         path=MESSAGES_PATH,
@@ -15,8 +15,8 @@ MESSAGES = (
         group="messages",
         summary="A message of Anthropic's API, whole or as a stream",
         body=MessagesBody,
-        answers=json_or_named_events(other_apis.AnthropicMessage, other_apis.MessageEvent),
-        error=other_apis.MessagesError,
+        answers=json_or_named_events(shapes.AnthropicMessage, shapes.MessageEvent),
+        error=shapes.MessagesError,
         errors=GENERATION_ERRORS,
     ),
     Operation(
@@ -26,8 +26,8 @@ MESSAGES = (
         group="messages",
         summary="Number of prompt tokens of a message",
         body=CountTokensBody,
-        answers=json(other_apis.NumInputTokens),
-        error=other_apis.MessagesError,
+        answers=json(shapes.NumInputTokens),
+        error=shapes.MessagesError,
         errors=(*CHAT_ERRORS, "context_length_exceeded", "unsupported_parameter"),
     ),
 )

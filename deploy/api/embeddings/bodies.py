@@ -17,12 +17,12 @@ from ....stages.messages import Request
 from ....stages.pooling_params import MAX_INPUTS, MAX_PAIRS, PoolingParams
 from ....stages.tasks import Task
 from ...errors import ApiError
+from ..openai.generation_body import ModelName
+from ..openai.prompts import read_prompts
 from ..schema import fields as schema_fields
 from ..schema.body import Body
 from ..schema.hints import NOT_NULL, OF_ANY_LENGTH, has
 from ..schema.unsupported import POOLING, Harmless
-from .bodies import ModelName
-from .prompts import read_prompts
 
 
 def _texts(value: Any) -> Any:

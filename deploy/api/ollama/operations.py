@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...api.ollama.bodies import OllamaChatBody, OllamaGenerateBody
-from ...api.ollama.embeddings import OllamaEmbedBody, OllamaEmbeddingsBody
-from ...api.ollama.model_routes import CHANGES, OllamaPullBody, OllamaShowBody
-from ..shapes import ollama
-from .operation import ENGINE_ERRORS, GENERATION_ERRORS, MODEL_ERRORS, POOLING_ERRORS, Operation, json, json_or_lines
+from ..schema.operation import (
+    ENGINE_ERRORS,
+    GENERATION_ERRORS,
+    MODEL_ERRORS,
+    POOLING_ERRORS,
+    Operation,
+    json,
+    json_or_lines,
+)
+from . import shapes
+from .bodies import OllamaChatBody, OllamaGenerateBody
+from .embeddings import OllamaEmbedBody, OllamaEmbeddingsBody
+from .model_routes import CHANGES, OllamaPullBody, OllamaShowBody
 
-COMMON: Mapping[str, Any] = {"group": "ollama", "error": ollama.OllamaError}
-OLLAMA = (
+COMMON: Mapping[str, Any] = {"group": "ollama", "error": shapes.OllamaError}
+OPERATIONS = (
     Operation(
         method="POST",
         path="/api/chat",
         name="ollamaChat",
         summary="The answer to a chat, as a line for each piece unless stream is false",
         body=OllamaChatBody,
-        answers=json_or_lines(ollama.OllamaChatAnswer, ollama.OllamaChatAnswer),
+        answers=json_or_lines(shapes.OllamaChatAnswer, shapes.OllamaChatAnswer),
         errors=(*GENERATION_ERRORS, "unsupported_operation"),
         **COMMON,
     ),
@@ -29,7 +37,7 @@ OLLAMA = (
         name="ollamaGenerate",
         summary="The answer to a prompt, as a line for each piece unless stream is false",
         body=OllamaGenerateBody,
-        answers=json_or_lines(ollama.OllamaAnswer, ollama.OllamaAnswer),
+        answers=json_or_lines(shapes.OllamaAnswer, shapes.OllamaAnswer),
         errors=(*GENERATION_ERRORS, "unsupported_operation"),
         **COMMON,
     ),
@@ -39,7 +47,7 @@ OLLAMA = (
         name="ollamaEmbed",
         summary="Embedding vectors of texts, of length 1",
         body=OllamaEmbedBody,
-        answers=json(ollama.OllamaVectors),
+        answers=json(shapes.OllamaVectors),
         errors=POOLING_ERRORS,
         **COMMON,
     ),
@@ -49,7 +57,7 @@ OLLAMA = (
         name="ollamaEmbeddings",
         summary="The embedding vector of one text",
         body=OllamaEmbeddingsBody,
-        answers=json(ollama.OllamaVector),
+        answers=json(shapes.OllamaVector),
         errors=POOLING_ERRORS,
         **COMMON,
     ),
@@ -59,7 +67,7 @@ OLLAMA = (
         name="ollamaShow",
         summary="Details of a served name",
         body=OllamaShowBody,
-        answers=json(ollama.OllamaModelDetails),
+        answers=json(shapes.OllamaModelDetails),
         errors=MODEL_ERRORS,
         **COMMON,
     ),
@@ -69,7 +77,7 @@ OLLAMA = (
         name="ollamaPull",
         summary="Success for a served name, which needs no download; 404 for any other",
         body=OllamaPullBody,
-        answers=json_or_lines(ollama.OllamaStatus, ollama.OllamaStatus),
+        answers=json_or_lines(shapes.OllamaStatus, shapes.OllamaStatus),
         errors=MODEL_ERRORS,
         **COMMON,
     ),
@@ -78,7 +86,7 @@ OLLAMA = (
         path="/api/tags",
         name="ollamaTags",
         summary="The served names",
-        answers=json(ollama.OllamaModels),
+        answers=json(shapes.OllamaModels),
         errors=ENGINE_ERRORS,
         **COMMON,
     ),
@@ -87,7 +95,7 @@ OLLAMA = (
         path="/api/ps",
         name="ollamaPs",
         summary="The served names, as models in memory",
-        answers=json(ollama.OllamaModels),
+        answers=json(shapes.OllamaModels),
         errors=ENGINE_ERRORS,
         **COMMON,
     ),
@@ -96,7 +104,7 @@ OLLAMA = (
         path="/api/version",
         name="ollamaVersion",
         summary="The version of Ollama's API that these routes follow, and that of millrace",
-        answers=json(ollama.OllamaVersion),
+        answers=json(shapes.OllamaVersion),
         **COMMON,
     ),
     *(

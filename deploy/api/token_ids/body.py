@@ -18,20 +18,18 @@ from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from ....stages.params import SamplingParams
 from ...errors import ApiError
+from ..completions.body import CompletionBody
+from ..openai.answers import AnswerBuilder, ChoiceState
+from ..openai.prompts import read_prompts
 from ..schema import hints
 from ..schema.relations import FIELDS_OF_STREAMS, SAMPLING_ALONE
 from ..schema.unsupported import UNSUPPORTED
-from .answers import AnswerBuilder, ChoiceState
-from .bodies import CompletionBody
-from .prompts import read_prompts
 
 if TYPE_CHECKING:
-    from ....stages.messages import Ints, Prompt, TokenLogprobs
+    from ....stages.messages import Prompt, TokenLogprobs
     from ....stages.outputs import ChoiceDelta
 
-PLAIN = SamplingParams()
 BESIDE = (
     *("model", "stream", "stream_options", "return_progress", "return_metrics", "return_token_ids"),
     *(
@@ -44,7 +42,6 @@ BESIDE = (
         "timeout_s",
     ),
 )
-NOT_RENDERED = frozenset({"bad_words_token_ids", "extra_args", "truncate_prompt_tokens", "truncation_side"})
 
 
 class GenerateBody(CompletionBody):
@@ -67,6 +64,10 @@ class GenerateBody(CompletionBody):
         tokens = {"token_ids": hints.ONLY_TOKENS, "sampling_params": sampling}
         schema.update({"properties": tokens | {name: fields[name] for name in BESIDE}, "required": ["token_ids"]})
         return reference
+
+    @classmethod
+    def flattened(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        return flatten(raw)
 
     def prompts(self) -> tuple[Prompt, ...]:
         return read_prompts(self.prompt, "token_ids", add_special_tokens=self.add_special_tokens)
@@ -102,27 +103,6 @@ def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _misplaced(fields: Mapping[str, Any], others: Set[str], where: str) -> dict[str, Any]:
     """Renames the fields that are in `others`, which belong elsewhere."""
     return {f"{where}_sampling_params.{name}" if name in others else name: value for name, value in fields.items()}
-
-
-def rendered(
-    answer_id: str, model: str, token_ids: Ints, prompt: str, params: SamplingParams, body: Mapping[str, Any]
-) -> dict[str, Any]:
-    """One prompt as a body for `/generate`, plus its text with special tokens shown."""
-    sampling_fields: dict[str, Any] = {
-        name: value
-        for name in PLAIN.__dataclass_fields__
-        if name not in NOT_RENDERED and (value := getattr(params, name)) != getattr(PLAIN, name)
-    }
-    if "logit_bias" in sampling_fields:
-        sampling_fields["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
-    return {
-        "request_id": answer_id,
-        "model": model,
-        "token_ids": token_ids.tolist(),
-        "prompt": prompt,
-        "sampling_params": {"max_tokens": params.max_tokens} | sampling_fields,
-        **{name: body[name] for name in ("stream", "priority", "cache_salt") if body.get(name)},
-    }
 
 
 class TokenIdsAnswerBuilder(AnswerBuilder):

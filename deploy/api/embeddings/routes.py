@@ -9,7 +9,6 @@ import asyncio
 import base64
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -22,16 +21,17 @@ from ....stages.pooling_params import Floats
 from ...errors import describe
 from ...http.body_reader import read
 from ...http.request_context import OWNER, REQUEST_ID, checked_request_id
+from ..openai.answers import usage
+from ..openai.api_routes import ApiRoutes, post
+from ..openai.prepared_request import ignored_headers
 from ..schema.validation import read_body
-from ..service import Service
-from .answers import usage
-from .embedding_bodies import EmbeddingBody, PairsBody, PooledBody, RerankBody, ScoreBody
-from .generation import ignored_headers
+from .bodies import EmbeddingBody, PairsBody, PooledBody, RerankBody, ScoreBody
 
 if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox
     from ....stages.messages import Request
     from ....stages.outputs import ModelInfo
+    from ..schema.operation import Operation
 
 INLINE_NUMBERS = 16_384  # numbers written to JSON on the event loop; more would block it for over a millisecond
 
@@ -49,12 +49,21 @@ class PooledAnswer(Generic[B]):
     info: ModelInfo
 
 
-class EmbeddingRoutes:
+class EmbeddingRoutes(ApiRoutes):
     """The handlers of embeddings, scores and reranking."""
 
-    def __init__(self, service: Service, threads: Executor) -> None:
-        self.service = service
-        self._threads = threads
+    def table(self) -> list[web.RouteDef]:
+        return [
+            post("/v1/embeddings", self.embeddings),
+            *(post(path, self.score) for path in ("/score", "/v1/score")),
+            *(post(path, self.rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        ]
+
+    @staticmethod
+    def operations() -> Sequence[Operation]:
+        from .operations import OPERATIONS
+
+        return OPERATIONS
 
     async def embeddings(self, request: web.Request) -> web.Response:
         """`POST /v1/embeddings`."""

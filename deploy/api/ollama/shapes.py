@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ...errors import MAX_MESSAGE_CHARS
-from .openai import Count, Shape
+from ..schema.shapes import Count, Shape
 
 
 class OllamaError(Shape):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...api.openai.embedding_bodies import EmbeddingBody, RerankBody, ScoreBody
-from ..shapes import other_apis
-from .operation import POOLING_ERRORS, Operation, again, json
+from ..schema.operation import POOLING_ERRORS, Operation, again, json
+from . import shapes
+from .bodies import EmbeddingBody, RerankBody, ScoreBody
 
 SCORE = Operation(
     method="POST",
@@ -13,7 +13,7 @@ SCORE = Operation(
     group="numbers",
     summary="Similarity of pairs of texts: one query with all documents, or query by document",
     body=ScoreBody,
-    answers=json(other_apis.Scores),
+    answers=json(shapes.Scores),
     errors=POOLING_ERRORS,
 )
 RERANK = Operation(
@@ -23,10 +23,10 @@ RERANK = Operation(
     group="numbers",
     summary="Documents in order of relevance to a query",
     body=RerankBody,
-    answers=json(other_apis.Ranks),
+    answers=json(shapes.Ranks),
     errors=POOLING_ERRORS,
 )
-NUMBERS = (
+OPERATIONS = (
     Operation(
         method="POST",
         path="/v1/embeddings",
@@ -34,7 +34,7 @@ NUMBERS = (
         group="numbers",
         summary="Embedding vectors of texts",
         body=EmbeddingBody,
-        answers=json(other_apis.Embeddings),
+        answers=json(shapes.Embeddings),
         errors=POOLING_ERRORS,
     ),
     SCORE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import sys
 import tomllib
@@ -12,10 +13,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from millrace.deploy.api.chat.body import ChatBody
+from millrace.deploy.api.completions.body import CompletionBody
+from millrace.deploy.api.openai.generation_body import GenerationBody
+from millrace.deploy.api.schema.hints import fill_in_limits
 from millrace.deploy.api.schema.operation import Operation
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.openapi.operations import all_operations
 from millrace.deploy.settings.fields import Kind, groups_of
+from millrace.kernels.layout.sampling_fields import BY_NAME
 from millrace.stages.config import EngineConfig
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +102,67 @@ def routes() -> str:
     return "\n".join(lines) + "\n"
 
 
-GENERATED: dict[str, Callable[[], str]] = {"configuration.md": configuration, "cli.md": cli, "routes.md": routes}
+FIELD_BODIES: tuple[type[GenerationBody], ...] = (ChatBody, CompletionBody)
+
+
+def fields() -> str:
+    """The page of the fields of chat and completions, made from their models as the OpenAPI document is."""
+    lines = ["# Fields of chat and completions", "", NOTE, ""]
+    lines += [
+        "Bounds that depend on the model are in `GET /openapi.json` of a running server. The other APIs take these",
+        "fields by names of their own; an error names a field as its API does.",
+    ]
+    for body in FIELD_BODIES:
+        schema = fill_in_limits(body.model_json_schema(), None)
+        own = body.model_construct()._own_params()  # the defaults that differ between the two
+        lines += ["", f"## {(body.__doc__ or '').strip('.')}", ""]
+        lines += ["| field | form | default | meaning |", "|---|---|---|---|"]
+        for name in body.model_fields:
+            shown = schema["properties"][name]
+            default = BY_NAME[name].default if name in BY_NAME else shown.get("default")
+            default = own.get(name, default)
+            text = "none" if default in (None, (), {}) else f"`{json.dumps(default)}`"
+            text = "required" if name in schema["required"] else text
+            lines.append(f"| `{name}` | {_cell(_form(shown))} | {text} | {_cell(shown['description'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _form(schema: Mapping[str, Any]) -> str:
+    """A schema in a few words."""
+    if "$ref" in schema:
+        return f"object `{schema['$ref'].rpartition('/')[2]}`"
+    for key in ("anyOf", "enum"):
+        if key in schema:
+            forms = [_form(form) if key == "anyOf" else f"`{json.dumps(form)}`" for form in schema[key]]
+            return " or ".join(dict.fromkeys(form for form in forms if form not in ("null", "`null`")))
+    if "const" in schema:
+        return f"`{json.dumps(schema['const'])}`"
+    kind = schema.get("type", "any")
+    form = " or ".join(part for part in ([kind] if isinstance(kind, str) else kind) if part != "null") or "null"
+    if form == "array":
+        form = f"list of {_form(schema.get('items', {}))}"
+        return form + (f", at most {schema['maxItems']:,}" if "maxItems" in schema else "")
+    least = schema.get("minimum", schema.get("exclusiveMinimum"))
+    if least is not None:
+        form += f" {'above' if 'exclusiveMinimum' in schema else 'from'} {_number(least)}"
+    most = schema.get("maximum", schema.get("exclusiveMaximum"))
+    return form if most is None else f"{form} {'below' if 'exclusiveMaximum' in schema else 'to'} {_number(most)}"
+
+
+def _number(value: float) -> str:
+    for power in (31, 63):
+        for shift in (0, 1):
+            if abs(value) == 2**power - shift:
+                return f"{'-' if value < 0 else ''}2^{power}{' - 1' if shift else ''}"
+    return f"{value:g}" if value < 1e6 else f"{value:,}"
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration,
+    "cli.md": cli,
+    "routes.md": routes,
+    "fields.md": fields,
+}
 
 
 def _commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:

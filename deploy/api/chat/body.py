@@ -7,18 +7,17 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
-from pydantic.json_schema import JsonSchemaValue
 
 from ....stages.errors import Refused
 from ....stages.messages import ChatPrompt, Prompt
 from ....stages.params import MAX_LOGPROBS, SamplingParams
 from ....stages.structured_outputs import StructuredOutputs
 from ...errors import wrong_field
-from ..openai.chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
+from ..openai.chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs
 from ..openai.generation_body import GenerationBody
 from ..openai.prompt_echo import EchoOptions
 from ..openai.tools import NamedTool, Tool, ToolChoice, Tools, check_tools, forced_schema
-from ..schema.relations import TOP_LOGPROBS
+from ..schema.relations import Relation, requires
 
 Budget = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -35,27 +34,39 @@ class ChatBody(GenerationBody):
         "reasoning": "reasoning_effort",
         "thinking": "chat_template_kwargs",
     }
-    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+    RELATIONS: ClassVar[tuple[Relation, ...]] = (
         *GenerationBody.RELATIONS,
-        TOP_LOGPROBS,
+        requires("top_logprobs", {"type": "integer"}, "logprobs", True),
         NOT_OVER,
     )
 
-    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: TemplateKwargs = None
-    documents: Annotated[list[dict[str, str]], Field(max_length=256)] | None = None
-    tools: Tools | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    include_reasoning: bool | None = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})] = Field(
+        description="the turns of the chat, oldest first"
+    )
+    max_completion_tokens: int | None = Field(None, description="newer name of max_tokens, before which it goes")
+    logprobs: bool | None = Field(None, description="returns the log-probability of each token")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="with logprobs: returns as many of the likeliest tokens at each place"
+    )
+    add_generation_prompt: bool = Field(True, description="opens a turn of the assistant behind the messages")
+    continue_final_message: bool = Field(
+        False, description="the answer continues the last message instead of answering it"
+    )
+    chat_template_kwargs: TemplateKwargs = Field(None, description="variables for the chat template")
+    documents: Annotated[list[dict[str, str]], Field(max_length=256)] | None = Field(
+        None, description="documents for a chat template that shows them"
+    )
+    tools: Tools | None = Field(None, description="functions that the model may call")
+    tool_choice: ToolChoice | None = Field(
+        None, description="whether a function may or must be called, or the one that must be"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="how much the model reasons, for a chat template that shows it; none: not at all"
+    )
+    include_reasoning: bool | None = Field(None, description="false: leaves the reasoning out of the answer")
     thinking_budget: Budget | None = None
-    thinking_token_budget: Budget | None = None  # the same, by vLLM's name
+    thinking_token_budget: Budget | None = Field(None, description="the same as thinking_budget, by vLLM's name")
 
     @property
     def chat(self) -> ChatBody:
@@ -136,9 +147,6 @@ class ChatBody(GenerationBody):
         super().check()
         if not self.messages:
             raise wrong_field("messages", "is empty; send at least one message", code="empty_prompt")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise wrong_field("top_logprobs", "requires logprobs = true")
-        check_last_turn(self)
         check_tools(self.tools, self.tool_choice)
 
     def echo_options(self) -> EchoOptions:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
-from pydantic.json_schema import JsonSchemaValue
 
 from ....stages.messages import Prompt
 from ....stages.params import MAX_LOGPROBS
@@ -16,7 +15,30 @@ from ..openai.generation_body import GenerationBody
 from ..openai.prompt_echo import EchoOptions
 from ..openai.prompts import read_prompts
 from ..schema import hints
-from ..schema.relations import EMPTY_ANSWERS, NO_ECHO_OF_A_SEARCH, ONE_STREAMED_ECHO
+from ..schema.hints import has, off_with
+from ..schema.relations import Relation
+
+
+def _check_streamed_echo(body: CompletionBody) -> None:
+    if body.echo and body.stream and body.logprobs is not None and (body.n or 1) > 1:
+        raise wrong_field("echo", "requires n = 1 together with logprobs and stream; leave one of them out")
+
+
+NO_ECHO_OF_A_SEARCH = Relation(off_with("use_beam_search", {"const": True}, {"echo": False}))  # see `WITH_SEARCH`
+EMPTY_ANSWERS = Relation(  # max_tokens = 0 only if the prompt is returned; see `least_max_tokens`
+    {
+        "if": {"anyOf": [has("echo", {"const": True}), has("prompt_logprobs", {"type": "integer"})]},
+        "else": {"properties": {"max_tokens": {"minimum": 1}}},
+    }
+)
+ONE_STREAMED_ECHO = Relation(
+    {
+        "if": {"allOf": [has("echo", {"const": True}), has("stream", {"const": True})]}
+        | has("logprobs", {"type": "integer"}),
+        "then": {"properties": {"n": {"maximum": 1}}},
+    },
+    _check_streamed_echo,
+)
 
 
 class CompletionBody(GenerationBody):
@@ -29,7 +51,7 @@ class CompletionBody(GenerationBody):
         "stop_sequences": "stop",
         "top_logprobs": "logprobs",
     }
-    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
+    RELATIONS: ClassVar[tuple[Relation, ...]] = (
         *GenerationBody.RELATIONS,
         NO_ECHO_OF_A_SEARCH,
         EMPTY_ANSWERS,
@@ -37,10 +59,16 @@ class CompletionBody(GenerationBody):
     )
     LEAST_MAX_TOKENS: ClassVar[int] = 0
 
-    prompt: Annotated[Any, WithJsonSchema(hints.PROMPT)]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: bool | None = None
-    add_special_tokens: bool | None = None  # False: a text prompt spells its own BOS
+    prompt: Annotated[Any, WithJsonSchema(hints.PROMPT)] = Field(
+        description="a text, texts, token ids or lists of token ids"
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="returns the log-probability of each token, and as many of the likeliest at each place"
+    )
+    echo: bool | None = Field(None, description="returns the prompt before the answer")
+    add_special_tokens: bool | None = Field(
+        None, description="false: the tokenizer adds none, as a text prompt spells its own"
+    )
 
     def _own_params(self) -> dict[str, Any]:
         fields = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
@@ -64,11 +92,6 @@ class CompletionBody(GenerationBody):
     @property
     def least_max_tokens(self) -> int:
         return 0 if self.echo or self.prompt_logprobs is not None else 1
-
-    def check(self) -> None:
-        super().check()
-        if self.echo and self.stream and self.logprobs is not None and (self.n or 1) > 1:
-            raise wrong_field("echo", "requires n = 1 together with logprobs and stream; leave one of them out")
 
     def echo_options(self) -> EchoOptions:
         options = super().echo_options()

@@ -22,6 +22,7 @@ from ..openai.prompts import read_prompts
 from ..schema import fields as schema_fields
 from ..schema.body import Body
 from ..schema.hints import NOT_NULL, OF_ANY_LENGTH, has
+from ..schema.relations import Relation
 from ..schema.unsupported import POOLING, Harmless
 
 
@@ -57,6 +58,7 @@ class PooledBody(Body):
 
     def check(self) -> None:
         """Checks fields against each other and against bounds that are not plain."""
+        super().check()
         most = self.truncate_prompt_tokens
         if most is not None and most != -1 and not 1 <= most < 2**31:
             message = f"truncate_prompt_tokens = {most}: must be -1 or from 1 to {2**31 - 1}"
@@ -120,23 +122,33 @@ def _pair_of(*names: str) -> JsonSchemaValue:
     return {"allOf": [has(name, NOT_NULL) for name in names]}
 
 
+def _check_pair(body: ScoreBody) -> None:
+    """Requires both fields of one pair of names, and none of the other pair."""
+    given = [name for name in ("queries", "documents", "text_1", "text_2") if getattr(body, name) is not None]
+    if given not in (["queries", "documents"], ["text_1", "text_2"]):
+        missing = "text_2" if given == ["text_1"] else "text_1" if given == ["text_2"] else "queries"
+        message = f"{', '.join(given) or 'no texts'}: send text_1 and text_2, or queries and documents"
+        raise ApiError("missing_required_parameter", message, param=missing)
+
+
+ONE_PAIR = Relation(
+    {
+        "anyOf": [
+            _pair_of("queries", "documents") | {"properties": {"text_1": {"type": "null"}, "text_2": {"type": "null"}}},
+            _pair_of("text_1", "text_2") | {"properties": {"queries": {"type": "null"}, "documents": {"type": "null"}}},
+        ]
+    },
+    _check_pair,
+)
+
+
 class ScoreBody(PairsBody):
     """`POST /score`: one query for all documents, or one query per document.
 
     Both have two names.
     """
 
-    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
-        {
-            "anyOf": [
-                _pair_of("queries", "documents")
-                | {"properties": {"text_1": {"type": "null"}, "text_2": {"type": "null"}}},
-                _pair_of("text_1", "text_2")
-                | {"properties": {"queries": {"type": "null"}, "documents": {"type": "null"}}},
-            ]
-        },
-    )
-
+    RELATIONS: ClassVar[tuple[Relation, ...]] = (ONE_PAIR,)
     NAMES: ClassVar[dict[str, str]] = {"prompt": "documents"}
 
     queries: Texts | None = None
@@ -145,13 +157,8 @@ class ScoreBody(PairsBody):
     text_2: Texts | None = None
 
     def check(self) -> None:
-        """Requires both fields of one pair of names, and none of the other pair."""
+        """Checks also that queries and documents go together."""
         super().check()
-        given = [name for name in ("queries", "documents", "text_1", "text_2") if getattr(self, name) is not None]
-        if given not in (["queries", "documents"], ["text_1", "text_2"]):
-            missing = "text_2" if given == ["text_1"] else "text_1" if given == ["text_2"] else "queries"
-            message = f"{', '.join(given) or 'no texts'}: send text_1 and text_2, or queries and documents"
-            raise ApiError("missing_required_parameter", message, param=missing)
         try:
             self.pairs()
         except Refused as refused:

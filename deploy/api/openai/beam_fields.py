@@ -1,11 +1,14 @@
-"""The fields of a beam search, and `best_of`: their checks and meaning. See `stages/beam_search/algorithm.py`."""
+"""The fields of a beam search, and `best_of`: their relations and meaning. See `stages/beam_search/algorithm.py`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ....stages.beam_search.algorithm import NO_SAMPLING, BeamParams
+from ....stages.beam_search.algorithm import MAX_WIDTH, NO_SAMPLING, BeamParams
 from ...errors import wrong_field
+from ..schema.hints import Schema, off_with
+from ..schema.relations import Relation, switched
 
 
 class BeamFields(Protocol):
@@ -23,21 +26,6 @@ class BeamFields(Protocol):
         """Whether more answers are generated than returned."""
 
 
-def check_beams(body: BeamFields) -> None:
-    """Checks the beam-search fields and `best_of`; raises `ApiError`."""
-    n = 1 if body.n is None else body.n
-    if body.use_beam_search:
-        _check_search(body, n)
-        return
-    if body.best_of is not None and body.best_of < n:
-        raise wrong_field("best_of", f"must be at least n, which is {n}", str(body.best_of))
-    if body.best_of not in (None, n):
-        _check_best_of(body)
-    for name, off in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False))):
-        if getattr(body, name) not in off:
-            raise wrong_field(name, "requires use_beam_search = true")
-
-
 def beam_params(body: BeamFields) -> BeamParams | None:
     """The beam search of `body`, or None. `Refused` names the field as `BeamParams` does."""
     if not body.use_beam_search:
@@ -50,7 +38,20 @@ def beam_params(body: BeamFields) -> BeamParams | None:
     )
 
 
+def search_schema(off: Mapping[str, Any]) -> Schema:
+    """The schema of the rules of a beam search: the fields in `off` and all of sampling at the value that is off."""
+    in_bodies = {name: value for name, value in NO_SAMPLING.items() if name != "bad_words_token_ids"}
+    schema = off_with("use_beam_search", {"const": True}, {**off, **in_bodies})
+    schema["then"]["properties"] |= dict.fromkeys(("n", "best_of"), {"maximum": MAX_WIDTH})
+    return schema
+
+
 def _check_best_of(body: BeamFields) -> None:
+    n = 1 if body.n is None else body.n
+    if body.use_beam_search or body.best_of in (None, n):
+        return
+    if body.best_of < n:
+        raise wrong_field("best_of", f"must be at least n, which is {n}", str(body.best_of))
     if not body.ranks:
         problem = "requires use_beam_search = true on chat; leave it out or set it to n"
         raise wrong_field("best_of", problem, str(body.best_of), code="unsupported_parameter")
@@ -59,7 +60,10 @@ def _check_best_of(body: BeamFields) -> None:
         raise wrong_field("best_of", problem, code="unsupported_parameter")
 
 
-def _check_search(body: BeamFields, n: int) -> None:
+def _check_search(body: BeamFields) -> None:
+    if not body.use_beam_search:
+        return
+    n = 1 if body.n is None else body.n
     if body.stream:
         problem = "not supported with use_beam_search, as the best answer is known only at the end; leave it out"
         raise wrong_field("stream", problem, code="unsupported_parameter")
@@ -71,3 +75,8 @@ def _check_search(body: BeamFields, n: int) -> None:
     if body.best_of is not None and body.best_of < n:
         problem = f"must be at least n, which is {n}, as it is the width of the beam search"
         raise wrong_field("best_of", problem, str(body.best_of))
+
+
+WITH_SEARCH = Relation(search_schema({"stream": False}), _check_search)  # `refuse_sampling` checks values of sampling
+BEST_OF = Relation(None, _check_best_of)
+WITHOUT_SEARCH = switched("use_beam_search", {"length_penalty": (None, 1.0), "early_stopping": (None, False)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -17,10 +17,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ...errors import shorten, wrong_field
+from ...errors import shorten
 from ..schema import fields as schema_fields
 from ..schema import hints
-from ..schema.hints import nullable, only_with
+from ..schema.hints import nullable
+from ..schema.relations import requires
 from .tools import CalledTool
 
 MAX_MESSAGES = 4096
@@ -33,7 +34,9 @@ KWARG_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,63}$"
 MAX_KWARGS = 64
 MAX_KWARG_CHARS = 1024
 
-NOT_OVER = only_with("continue_final_message", {"const": True}, {"add_generation_prompt": False})
+NOT_OVER = requires(
+    "continue_final_message", {"const": True}, "add_generation_prompt", False, ", as the last turn is continued"
+)
 
 
 def _content(value: Any, info: ValidationInfo) -> Any:
@@ -127,17 +130,3 @@ class Message(BaseModel):
         if thoughts := self.reasoning or self.reasoning_content:
             known["reasoning"] = known["reasoning_content"] = thoughts
         return known
-
-
-class HasContinuation(Protocol):
-    """The fields that say how the last turn of a chat ends."""
-
-    continue_final_message: bool
-    add_generation_prompt: bool
-
-
-def check_last_turn(body: HasContinuation) -> None:
-    """Raises `ApiError` if a body asks both to continue the last turn and to open a new one."""
-    if body.continue_final_message and body.add_generation_prompt:
-        problem = "requires add_generation_prompt = false, as the last turn is continued"
-        raise wrong_field("continue_final_message", problem)

@@ -17,7 +17,6 @@ from pydantic import (
     Field,
     WithJsonSchema,
 )
-from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError
 
 from ....kernels.layout.sampling_fields import FROM_CHECKPOINT
@@ -43,13 +42,9 @@ from ..chat_format import Chat
 from ..schema import fields as schema_fields
 from ..schema import hints
 from ..schema.body import SamplingBody
-from ..schema.relations import (
-    STREAMS_ONLY,
-    WITH_SEARCH,
-    WITHOUT_SEARCH,
-)
+from ..schema.relations import Relation, switched
 from ..schema.unsupported import GENERATION, UNSUPPORTED, Harmless
-from .beam_fields import beam_params, check_beams
+from .beam_fields import BEST_OF, WITH_SEARCH, WITHOUT_SEARCH, beam_params
 from .prompt_echo import EchoOptions
 from .structured_fields import field_of, structured_outputs
 
@@ -86,26 +81,30 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
+IN_STREAMS = {"stream_options": (None,), "return_progress": (False, None)}  # field -> its values that ask for nothing
+STREAMS = switched("stream", IN_STREAMS, {"prompt_logprobs": (None,)})
+
+
 class GenerationBody(SamplingBody):
     """Base class of the chat and completion bodies."""
 
     UNSUPPORTED: ClassVar[Harmless] = UNSUPPORTED
     FOREIGN: ClassVar[Harmless] = GENERATION
-    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
-        STREAMS_ONLY,
-        WITH_SEARCH,
-        WITHOUT_SEARCH,
-    )
+    RELATIONS: ClassVar[tuple[Relation, ...]] = (STREAMS, WITH_SEARCH, BEST_OF, WITHOUT_SEARCH)
 
-    model: ModelName = None
+    model: ModelName = Field(None, description="a served name, or that of a LoRA adapter; null: the served model")
     n: int | None = None
     max_tokens: int | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None  # number of answers, or beams; the n best are returned
-    use_beam_search: bool | None = None
-    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = Field(
+        None, description="answers or beams to make, of which the n best are returned"
+    )
+    use_beam_search: bool | None = Field(None, description="searches for the likeliest answers instead of drawing one")
+    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = Field(
+        None, description="of a beam search: a score is divided by the length to this power"
+    )
     early_stopping: Annotated[
         Any, BeforeValidator(_early_stopping), WithJsonSchema({"enum": [*EARLY_STOPPINGS, None]})
-    ] = None
+    ] = Field(None, description="of a beam search: whether it ends once enough answers are finished")
     stop: Annotated[
         list[str] | None,
         Field(max_length=MAX_STOPS),
@@ -126,31 +125,55 @@ class GenerationBody(SamplingBody):
     truncate_prompt_tokens: Annotated[int | None, WithJsonSchema(schema_fields.TRUNCATE_PROMPT_TOKENS)] = None
     truncation_side: Annotated[str | None, WithJsonSchema(schema_fields.TRUNCATION_SIDE)] = None
     prompt_logprobs: int | None = None
-    return_token_ids: bool | None = None
-    return_token_details: bool | None = None  # with logprobs
-    return_metrics: bool | None = None
+    return_token_ids: bool | None = Field(None, description="returns the token ids of prompt and answer")
+    return_token_details: bool | None = Field(
+        None, description="with logprobs: returns id, rank, time and draft of each token"
+    )
+    return_metrics: bool | None = Field(None, description="returns times and counts of the request")
     return_progress: bool | None = None
-    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    return_tokens_as_token_ids: bool | None = None
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
+        None, description="seconds until the request ends with an error; the header X-Request-Timeout says the same"
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="writes tokens of log-probabilities as token_id:N"
+    )
     logit_bias: Annotated[
         Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), AfterValidator(_bias_by_id)] | None,
         WithJsonSchema(hints.LOGIT_BIAS),
     ] = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = None
-    request_id: str | None = None
-    user: Annotated[str | None, Field(max_length=512)] = None
-    metadata: Any = None  # see `metadata_pairs`
-    logits_processors: Annotated[Any, WithJsonSchema(schema_fields.LOGITS_PROCESSORS)] = None  # see `processors.py`
+    stream: bool | None = Field(None, description="sends the answer as server-sent events while it is made")
+    stream_options: StreamOptions | None = Field(None, description="what a stream says of token counts")
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(
+        0, description="requests with lower numbers are served first"
+    )
+    cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = Field(
+        None, description="requests share cached prefixes only with those of the same salt"
+    )
+    request_id: str | None = Field(None, description="the id of the request; the header X-Request-Id says the same")
+    user: Annotated[str | None, Field(max_length=512)] = Field(
+        None, description="the client's name of its user; without effect"
+    )
+    metadata: Any = Field(None, description="pairs of text for stages of one's own")
+    logits_processors: Annotated[Any, WithJsonSchema(schema_fields.LOGITS_PROCESSORS)] = Field(
+        None, description="names of the server's logits processors, or objects with a name and arguments"
+    )
     # the values of these fields are read in structured_fields.py
-    response_format: Annotated[Any, WithJsonSchema(schema_fields.RESPONSE_FORMAT)] = None
+    response_format: Annotated[Any, WithJsonSchema(schema_fields.RESPONSE_FORMAT)] = Field(
+        None, description="the form of the answer, by OpenAI's names"
+    )
     structured_outputs: Annotated[Any, WithJsonSchema(schema_fields.STRUCTURED_OUTPUTS)] = None
-    guided_json: Annotated[Any, WithJsonSchema(schema_fields.GUIDED_JSON)] = None
-    guided_regex: Annotated[Any, WithJsonSchema(schema_fields.GUIDED_REGEX)] = None
-    guided_choice: Annotated[Any, WithJsonSchema(schema_fields.GUIDED_CHOICE)] = None
-    guided_grammar: Annotated[Any, WithJsonSchema(schema_fields.GUIDED_GRAMMAR)] = None
+    guided_json: Annotated[Any, WithJsonSchema(schema_fields.GUIDED_JSON)] = Field(
+        None, description="older name of structured_outputs.json"
+    )
+    guided_regex: Annotated[Any, WithJsonSchema(schema_fields.GUIDED_REGEX)] = Field(
+        None, description="older name of structured_outputs.regex"
+    )
+    guided_choice: Annotated[Any, WithJsonSchema(schema_fields.GUIDED_CHOICE)] = Field(
+        None, description="older name of structured_outputs.choice"
+    )
+    guided_grammar: Annotated[Any, WithJsonSchema(schema_fields.GUIDED_GRAMMAR)] = Field(
+        None, description="older name of structured_outputs.grammar"
+    )
 
     @classmethod
     def flattened(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -214,17 +237,11 @@ class GenerationBody(SamplingBody):
         return ("n" if self.best_of is None else "best_of") if param == "width" else param
 
     def check(self) -> None:
-        if self.stream_options is not None and not self.stream:
-            raise wrong_field("stream_options", "requires stream = true")
+        super().check()
         for name in ("max_tokens", "max_completion_tokens"):
             value = getattr(self, name, None)
             if value is not None and value < self.least_max_tokens:
                 raise wrong_field(name, f"must be at least {self.least_max_tokens}", str(value))
-        if self.return_progress and not self.stream:
-            raise wrong_field("return_progress", "requires stream = true")
-        if self.stream and self.prompt_logprobs is not None:
-            raise wrong_field("prompt_logprobs", "not supported with stream = true; leave one of the two out")
-        check_beams(self)
 
     @property
     def ranks(self) -> bool:

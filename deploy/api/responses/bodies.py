@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
-from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError
 
 from ....stages.params import MAX_LOGPROBS
-from ...errors import ApiError, shorten
+from ...errors import ApiError, shorten, wrong_field
 from ..adapter.chat_adapter import EXTENSIONS, AdaptedBody, Chat, renamed
 from ..openai.generation_body import ModelName
 from ..schema import fields as schema_fields
 from ..schema.hints import has, needs, nullable
 from ..schema.metadata import MAX_KEY_CHARS, MAX_PAIRS, MAX_VALUE_CHARS
+from ..schema.relations import Relation
 from ..schema.unsupported import GENERATION, NOTHING, Harmless
 
 LOGPROBS = "message.output_text.logprobs"
@@ -99,6 +99,18 @@ class ReasoningConfig(BaseModel):
     summary: Literal["auto", "concise", "detailed"] | None = None  # without effect
 
 
+def _check_store(body: ResponsesBody) -> None:
+    if body.background and not body.is_stored:
+        problem = "requires store = true, as the response could not be retrieved otherwise"
+        raise wrong_field("background", problem)
+
+
+STORED_IN_BACKGROUND = Relation(
+    {"if": has("background", {"const": True}), "then": {"properties": {"store": {"enum": [True, None]}}}},
+    _check_store,
+)
+
+
 class ResponsesBody(AdaptedBody):
     """`POST /v1/responses`."""
 
@@ -117,9 +129,7 @@ class ResponsesBody(AdaptedBody):
         "access_programs",
     )
 
-    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
-        {"if": has("background", {"const": True}), "then": {"properties": {"store": {"enum": [True, None]}}}},
-    )
+    RELATIONS: ClassVar[tuple[Relation, ...]] = (STORED_IN_BACKGROUND,)
 
     input: Annotated[Any, WithJsonSchema(schema_fields.RESPONSE_INPUT)]
     model: ModelName = None
@@ -157,12 +167,10 @@ class ResponsesBody(AdaptedBody):
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def check(self) -> None:
+        super().check()
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             message = f"max_output_tokens = {self.max_output_tokens}: must be at least 1"
             raise ApiError("invalid_value", message, param="max_output_tokens")
-        if self.background and not self.is_stored:
-            message = "background: requires store = true, as the response could not be retrieved otherwise"
-            raise ApiError("invalid_value", message, param="background")
         wanted = self.text.format if self.text is not None else None
         if wanted is not None and wanted.type == "json_schema" and (wanted.schema_ is None or wanted.name is None):
             name = "schema" if wanted.schema_ is None else "name"

@@ -12,6 +12,7 @@ from pydantic_core import CoreSchema
 
 from ....kernels.layout.sampling_fields import FIELDS, Kind
 from . import hints
+from .relations import Relation
 from .unsupported import Harmless
 
 
@@ -22,11 +23,14 @@ class Body(BaseModel):
     UNSUPPORTED: ClassVar[Harmless] = {}  # fields that other servers act on: refused with 400, not ignored
     FOREIGN: ClassVar[Harmless] = {}  # the same for other servers' and other routes' fields; not in the OpenAPI schema
     INSTEAD: ClassVar[Mapping[str, str]] = {}  # such a field -> the one of this body with the same meaning
-    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = ()  # field combinations of `check`, as JSON schemas
+    RELATIONS: ClassVar[tuple[Relation, ...]] = ()  # rules between fields
     LEAST_MAX_TOKENS: ClassVar[int] = 1
 
     def check(self) -> None:
-        """Checks combinations of fields. `ApiError` names the field to change."""
+        """Checks the relations of fields. `ApiError` names the field to change. Subclasses add other checks."""
+        for relation in self.RELATIONS:
+            if relation.check is not None:
+                relation.check(self)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -34,8 +38,8 @@ class Body(BaseModel):
         schema = handler.resolve_ref_schema(reference)
         hints.add_ranges(schema, cls.LEAST_MAX_TOKENS)
         schema["properties"] = hints.unsupported(cls.UNSUPPORTED) | schema["properties"]
-        if cls.RELATIONS:
-            schema["allOf"] = list(cls.RELATIONS)
+        if relations := [relation.schema for relation in cls.RELATIONS if relation.schema is not None]:
+            schema["allOf"] = relations
         return reference
 
 

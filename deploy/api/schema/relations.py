@@ -1,60 +1,59 @@
-"""OpenAPI schemas for combinations of fields of one body.
+"""Rules between fields of one body, each said once: its JSON schema for the OpenAPI document, and its check.
 
-As in `hints.py`, nothing is checked here: `deploy/api/openai/generation_body.py` checks the same rules, by name. A
-schema cannot express rules that compare two numbers.
+A schema cannot express rules that compare two numbers; those have a check alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ....stages.beam_search.algorithm import MAX_WIDTH, NO_SAMPLING
-from .hints import Schema, has, off_with, only_with
+from ...errors import wrong_field
+from .hints import Schema, has, only_with
 
-_SEARCHES = has("use_beam_search", {"const": True})
-
-# -- streams: one schema for all rules, as body generators multiply the branches of all relations
-
-FIELDS_OF_STREAMS: Schema = {
-    "if": has("stream", {"const": True}),
-    "else": {"properties": {"stream_options": {"type": "null"}, "return_progress": {"enum": [False, None]}}},
-}
-STREAMS_ONLY = FIELDS_OF_STREAMS | {"then": {"properties": {"prompt_logprobs": {"type": "null"}}}}
-
-# -- beam searches
+Check = Callable[[Any], None]  # of a body; raises `ApiError`, which names the field to change
 
 
-def _with_search(off: Mapping[str, Any]) -> Schema:
-    in_bodies = {name: value for name, value in NO_SAMPLING.items() if name != "bad_words_token_ids"}
-    schema = off_with("use_beam_search", {"const": True}, {**off, **in_bodies})
-    schema["then"]["properties"] |= dict.fromkeys(("n", "best_of"), {"maximum": MAX_WIDTH})
-    return schema
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """One rule. `Body` puts the schema into the document, and runs the check after the types of fields."""
+
+    schema: Schema | None  # None: no schema can say it
+    check: Check | None = None  # None: the check of another relation, or of a field, implies it
 
 
-WITH_SEARCH = _with_search({"stream": False})
-WITHOUT_SEARCH: Schema = {
-    "if": _SEARCHES,
-    "else": off_with("use_beam_search", {}, {"length_penalty": 1.0, "early_stopping": False})["then"],
-}
+def requires(field: str, asked: Schema, other: str, value: bool, why: str = "") -> Relation:
+    """If `field` matches the schema `asked`, and so is neither null nor false, the flag `other` must be `value`."""
 
-# -- chat
+    def check(body: Any) -> None:
+        given = getattr(body, field)
+        if given is not None and given is not False and bool(getattr(body, other)) is not value:
+            raise wrong_field(field, f"requires {other} = {str(value).lower()}{why}")
 
-TOP_LOGPROBS = only_with("top_logprobs", {"type": "integer"}, {"logprobs": True})
+    return Relation(only_with(field, asked, {other: value}), check)
 
-# -- completions
 
-NO_ECHO_OF_A_SEARCH = off_with("use_beam_search", {"const": True}, {"echo": False})
-EMPTY_ANSWERS: Schema = {  # max_tokens = 0 only if the prompt is returned
-    "if": {"anyOf": [has("echo", {"const": True}), has("prompt_logprobs", {"type": "integer"})]},
-    "else": {"properties": {"max_tokens": {"minimum": 1}}},
-}
-ONE_STREAMED_ECHO: Schema = {
-    "if": {"allOf": [has("echo", {"const": True}), has("stream", {"const": True})]}
-    | has("logprobs", {"type": "integer"}),
-    "then": {"properties": {"n": {"maximum": 1}}},
-}
+Off = Mapping[str, tuple[Any, ...]]  # field -> its values that ask for nothing
 
-# -- /generate: `stream` stands outside sampling_params, so no relation can connect it with a sampling field
 
-SAMPLING_ALONE = (_with_search({"echo": False}), WITHOUT_SEARCH, EMPTY_ANSWERS)
+def switched(switch: str, with_it: Off, without_it: Off | None = None) -> Relation:
+    """Fields that need the flag `switch`, and others that are not supported with it.
+
+    One schema for all of them, as generators of bodies multiply the branches of all relations.
+    """
+
+    def check(body: Any) -> None:
+        is_on = bool(getattr(body, switch))
+        for field, off in (without_it or {}).items() if is_on else with_it.items():
+            given = getattr(body, field)
+            if not any(given == value and type(given) is type(value) for value in off):
+                problem = f"not supported with {switch} = true; leave one of the two out"
+                raise wrong_field(field, problem if is_on else f"requires {switch} = true")
+
+    schema: Schema = {"if": has(switch, {"const": True}), "else": {"properties": _only(with_it)}}
+    return Relation(schema | ({"then": {"properties": _only(without_it)}} if without_it else {}), check)
+
+
+def _only(fields: Off) -> Schema:
+    return {name: {"type": "null"} if off == (None,) else {"enum": list(off)} for name, off in fields.items()}

@@ -12,18 +12,20 @@ nothing: they convert a chat or a prompt to such a body.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from ...errors import ApiError
-from ..completions.body import CompletionBody
+from ..completions.body import EMPTY_ANSWERS, CompletionBody
 from ..openai.answers import AnswerBuilder, ChoiceState
+from ..openai.beam_fields import WITHOUT_SEARCH, search_schema
+from ..openai.generation_body import IN_STREAMS
 from ..openai.prompts import read_prompts
 from ..schema import hints
-from ..schema.relations import FIELDS_OF_STREAMS, SAMPLING_ALONE
+from ..schema.relations import switched
 from ..schema.unsupported import UNSUPPORTED
 
 if TYPE_CHECKING:
@@ -47,8 +49,6 @@ BESIDE = (
 class GenerateBody(CompletionBody):
     """`POST /generate`, after `flatten` has converted it to the shape of completions."""
 
-    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (FIELDS_OF_STREAMS,)
-
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """The schema of the body before `flatten`, with its sampling fields in `sampling_params`."""
@@ -59,10 +59,11 @@ class GenerateBody(CompletionBody):
         sampling = {
             "type": ["object", "null"],
             "properties": {name: fields[name] for name in inside},
-            "allOf": list(SAMPLING_ALONE),
+            "allOf": [search_schema({"echo": False}), WITHOUT_SEARCH.schema, EMPTY_ANSWERS.schema],
         }
         tokens = {"token_ids": hints.ONLY_TOKENS, "sampling_params": sampling}
         schema.update({"properties": tokens | {name: fields[name] for name in BESIDE}, "required": ["token_ids"]})
+        schema["allOf"] = [switched("stream", IN_STREAMS).schema]  # its other relations are those of `sampling`
         return reference
 
     @classmethod

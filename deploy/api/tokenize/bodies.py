@@ -5,26 +5,31 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
-from pydantic.json_schema import JsonSchemaValue
 
-from ...errors import ApiError
-from ..openai.chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs, check_last_turn
+from ...errors import wrong_field
+from ..openai.chat_messages import MAX_MESSAGES, NOT_OVER, Message, TemplateKwargs
 from ..openai.generation_body import ModelName
 from ..openai.tools import Tools, check_tools
 from ..schema import hints
 from ..schema.body import Body
 from ..schema.hints import has
+from ..schema.relations import Relation
 from ..schema.unsupported import TOKENIZING, Harmless
+
+
+def _check_either(body: TokenizeBody) -> None:
+    if (body.prompt is None) == (body.messages is None):
+        raise wrong_field("prompt", "exactly one of prompt and messages is required")
+
+
+EITHER = Relation({"oneOf": [has("prompt", {"type": "string"}), has("messages", {"type": "array"})]}, _check_either)
 
 
 class TokenizeBody(Body):
     """`POST /tokenize`: a prompt or a chat."""
 
     FOREIGN: ClassVar[Harmless] = TOKENIZING
-    RELATIONS: ClassVar[tuple[JsonSchemaValue, ...]] = (
-        {"oneOf": [has("prompt", {"type": "string"}), has("messages", {"type": "array"})]},
-        NOT_OVER,
-    )
+    RELATIONS: ClassVar[tuple[Relation, ...]] = (EITHER, NOT_OVER)
 
     model: ModelName = None
     prompt: str | None = None
@@ -39,10 +44,8 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
 
     def check(self) -> None:
-        if (self.prompt is None) == (self.messages is None):
-            raise ApiError("invalid_value", "prompt: exactly one of prompt and messages is required", param="prompt")
+        super().check()
         check_tools(self.tools, None)
-        check_last_turn(self)
 
 
 class DetokenizeBody(Body):

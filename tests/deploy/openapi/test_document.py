@@ -8,18 +8,22 @@ import json
 import re
 import subprocess
 import sys
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
 
 import aiohttp
 import jsonschema_rs
 import pytest
+from pydantic import Field
 
 from millrace.deploy.api.adapter.chat_adapter import read_adapted
+from millrace.deploy.api.chat import operations as chat_operations
 from millrace.deploy.api.chat.body import ChatBody
 from millrace.deploy.api.completions.body import CompletionBody
 from millrace.deploy.api.messages.bodies import MessagesBody
 from millrace.deploy.api.responses.bodies import ResponsesBody
 from millrace.deploy.api.schema.hints import ModelLimits, number_pattern
+from millrace.deploy.api.schema.relations import Relation, switched
 from millrace.deploy.api.schema.unsupported import UNSUPPORTED
 from millrace.deploy.api.schema.validation import read_body
 from millrace.deploy.config import ServerConfig
@@ -32,6 +36,7 @@ from millrace.stages.messages import Request
 from millrace.stages.params import SamplingParams
 from millrace.stages.request_limits import RequestLimits
 from millrace.stages.testing.scripted.engine import ScriptedEngine
+from tests.docs import generated
 
 LIMITS = ModelLimits(vocab_size=260, max_model_len=512, model_names=("scripted", "other"))
 KEYS = {"api_key": ("k",), "admin_key": ("a",)}
@@ -106,6 +111,45 @@ def test_every_field_of_a_body_is_in_the_document():
     for other in (ResponsesBody, MessagesBody):
         named = {field.alias or name for name, field in other.model_fields.items()}
         assert set(schemas[other.__name__]["properties"]) == {*named, *other.UNSUPPORTED, *other.PASSED}
+
+
+@pytest.mark.parametrize("model", ["ChatBody", "CompletionBody"])
+def test_every_field_that_generates_says_what_it_means(model: str):
+    fields = document()["components"]["schemas"][model]["properties"]
+    assert [name for name, schema in fields.items() if not schema.get("description")] == []
+
+
+class LouderBody(ChatBody):
+    """A chat with one field more."""
+
+    RELATIONS: ClassVar[tuple[Relation, ...]] = (*ChatBody.RELATIONS, switched("stream", {"echoes": (None,)}))
+
+    volume: Annotated[int, Field(ge=0, le=11)] = Field(5, description="how loud | the answer is")
+    echoes: int | None = Field(None, description="how often it comes back")
+
+
+def test_a_new_field_and_its_rule_are_checked_shown_and_on_the_page(monkeypatch: pytest.MonkeyPatch):
+    chats = tuple(replace(one, body=LouderBody) if one.body is ChatBody else one for one in chat_operations.OPERATIONS)
+    monkeypatch.setattr(chat_operations, "OPERATIONS", chats)
+    monkeypatch.setattr(generated, "FIELD_BODIES", (LouderBody,))
+    made = document()
+    shown = made["components"]["schemas"]["LouderBody"]["properties"]["volume"]
+    assert (shown["minimum"], shown["maximum"], shown["default"]) == (0, 11, 5)
+    assert "| `volume` | integer from 0 to 11 | `5` | how loud \\| the answer is |" in generated.fields()
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    for more, problem in (
+        ({}, None),
+        ({"volume": 11, "echoes": 2, "stream": True}, None),
+        ({"volume": 12}, "volume = 12: must be less than or equal to 11"),
+        ({"echoes": 2}, "echoes: requires stream = true"),
+    ):
+        assert validator(made, "LouderBody").is_valid(chat | more) is (problem is None), more
+        if problem is None:
+            assert read_body(LouderBody, chat | more, strict_fields=True)[0].volume in (5, 11)
+            continue
+        with pytest.raises(ApiError) as refused:
+            read_body(LouderBody, chat | more, strict_fields=True)
+        assert refused.value.message == problem
 
 
 PROMPT = {"prompt": "a"}

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from ..api.chat.answers import ChatAnswerBuilder
 from ..api.chat.body import ChatBody
+from ..api.completions.answers import CompletionAnswerBuilder
 from ..api.completions.body import CompletionBody
-from ..api.openai.answers import AnswerBuilder, ChatAnswerBuilder, CompletionAnswerBuilder
+from ..api.openai.answers import AnswerBuilder
 from ..errors import ApiError, shorten
 from ..http.request_context import MAX_ID_CHARS
 from .base_session import SocketSession

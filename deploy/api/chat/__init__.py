@@ -3,6 +3,6 @@
 Owns: nothing.
 In: bodies of `POST /v1/chat/completions`.
 Out: whole answers and chunks of streams.
-Imports: the root of `deploy`, `api/schema`, `api/openai`.
+Imports: the root of `deploy`, the files of `api`, `api/schema`, `api/parsers`, `api/openai`.
 Start with: `routes.py`.
 """

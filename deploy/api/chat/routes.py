@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from ..openai.answers import ChatAnswerBuilder
 from ..openai.api_routes import ApiRoutes, post
+from .answers import ChatAnswerBuilder
 from .body import ChatBody
 
 if TYPE_CHECKING:

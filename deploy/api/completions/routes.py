@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from ..openai.answers import CompletionAnswerBuilder
 from ..openai.api_routes import ApiRoutes, post
+from .answers import CompletionAnswerBuilder
 from .body import CompletionBody
 
 if TYPE_CHECKING:

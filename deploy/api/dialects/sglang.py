@@ -10,7 +10,8 @@ import orjson
 from pydantic import Field, WithJsonSchema
 
 from ...errors import ApiError
-from ..openai.answers import AnswerBuilder, ChoiceState
+from ..openai.answers import AnswerBuilder
+from ..openai.choice_state import ChoiceState
 from ..openai.logprob_fields import finite
 from ..schema import hints
 from ..schema.body import Body

@@ -10,7 +10,8 @@ from pydantic import Field, WithJsonSchema
 
 from ....stages.params import MAX_LOGPROBS, MAX_STOPS
 from ...errors import ApiError
-from ..openai.answers import AnswerBuilder, ChoiceState
+from ..openai.answers import AnswerBuilder
+from ..openai.choice_state import ChoiceState
 from ..openai.logprob_fields import finite
 from ..schema.body import Body
 from ..schema.hints import LIMITS, NOT_EMPTY, STOP_STRING, Schema, array, nullable

@@ -21,8 +21,8 @@ from ....stages.pooling_params import Floats
 from ...errors import describe
 from ...http.body_reader import read
 from ...http.request_context import OWNER, REQUEST_ID, checked_request_id
-from ..openai.answers import usage
 from ..openai.api_routes import ApiRoutes, post
+from ..openai.choice_state import usage
 from ..openai.prepared_request import ignored_headers
 from ..schema.validation import read_body
 from .bodies import EmbeddingBody, PairsBody, PooledBody, RerankBody, ScoreBody

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .answers import AnswerBuilder, usage
+from .answers import AnswerBuilder
+from .choice_state import usage
 
 if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox

@@ -24,7 +24,8 @@ from ..schema.metadata import metadata_pairs
 from ..schema.processors import FIELD, NOT_IN_BEAMS, asked_processors
 from ..schema.validation import read_body
 from ..service import Service
-from .answers import AnswerBuilder, best, usage
+from .answers import AnswerBuilder
+from .choice_state import best, usage
 from .chunks import ChunkIterator, PromptEchoer
 from .generation_body import GenerationBody
 from .prepared_request import PreparedRequest, client_error, ignored_headers, listed_names, time_limit_s

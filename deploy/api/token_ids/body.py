@@ -20,8 +20,9 @@ from pydantic_core import CoreSchema
 
 from ...errors import ApiError
 from ..completions.body import EMPTY_ANSWERS, CompletionBody
-from ..openai.answers import AnswerBuilder, ChoiceState
+from ..openai.answers import AnswerBuilder
 from ..openai.beam_fields import WITHOUT_SEARCH, search_schema
+from ..openai.choice_state import ChoiceState
 from ..openai.generation_body import IN_STREAMS
 from ..openai.prompts import read_prompts
 from ..schema import hints

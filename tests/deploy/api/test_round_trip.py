@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from millrace.deploy.api.adapter.answer_parts import AnswerEnd, PartsReader, TokenUsage
 from millrace.deploy.api.adapter.chat_adapter import read_adapted
 from millrace.deploy.api.assistant_turn import AssistantTurn
+from millrace.deploy.api.chat.answers import ChatAnswerBuilder
 from millrace.deploy.api.chat.body import ChatBody
 from millrace.deploy.api.messages.bodies import CountTokensBody, MessagesBody
 from millrace.deploy.api.messages.events import MessageEvents
-from millrace.deploy.api.openai.answers import ChatAnswerBuilder, ChoiceState
+from millrace.deploy.api.openai.choice_state import ChoiceState
 from millrace.deploy.api.parsers.interface import CallArguments, CallBegun, Event, Reasoning, Text, ToolParser
 from millrace.deploy.api.responses.bodies import ResponsesBody
 from millrace.deploy.api.responses.events import ResponseEvents, new_response

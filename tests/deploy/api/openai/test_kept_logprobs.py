@@ -8,13 +8,10 @@ from random import Random
 import orjson
 import pytest
 
-from millrace.deploy.api.openai.answers import (
-    AnswerBuilder,
-    ChatAnswerBuilder,
-    ChoiceState,
-    CompletionAnswerBuilder,
-    PromptEcho,
-)
+from millrace.deploy.api.chat.answers import ChatAnswerBuilder
+from millrace.deploy.api.completions.answers import CompletionAnswerBuilder
+from millrace.deploy.api.openai.answers import AnswerBuilder, PromptEcho
+from millrace.deploy.api.openai.choice_state import ChoiceState
 from millrace.deploy.api.openai.logprob_fields import chat_logprobs, completion_logprobs
 from millrace.deploy.api.token_ids.body import TokenIdsAnswerBuilder
 from millrace.stages.errors import Refused

@@ -9,7 +9,8 @@ import numpy as np
 import orjson
 import pytest
 
-from millrace.deploy.api.openai.answers import ChatAnswerBuilder, ChoiceState
+from millrace.deploy.api.chat.answers import ChatAnswerBuilder
+from millrace.deploy.api.openai.choice_state import ChoiceState
 from millrace.deploy.api.openai.prompt_echo import EchoOptions, echo_prompt
 from millrace.stages.errors import Refused
 from millrace.stages.messages import Prompt, Request

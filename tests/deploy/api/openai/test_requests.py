@@ -163,7 +163,8 @@ def test_best_of_returns_the_likeliest_and_counts_all(server):
 
 
 def test_choices_are_ranked_by_their_mean_log_probability():
-    from millrace.deploy.api.openai.answers import ChatAnswerBuilder, ChoiceState, best
+    from millrace.deploy.api.chat.answers import ChatAnswerBuilder
+    from millrace.deploy.api.openai.choice_state import ChoiceState, best
     from millrace.stages.messages import TokenLogprobs
     from millrace.stages.outputs import ChoiceDelta
 

@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.deploy.api.openai.answers import AnswerBuilder, ChatAnswerBuilder, ChoiceState, CompletionAnswerBuilder
+from millrace.deploy.api.chat.answers import ChatAnswerBuilder
+from millrace.deploy.api.completions.answers import CompletionAnswerBuilder
+from millrace.deploy.api.openai.answers import AnswerBuilder
+from millrace.deploy.api.openai.choice_state import ChoiceState
 from millrace.deploy.api.openai.chunks import ChunkIterator
 from millrace.deploy.api.openai.sse_pump import send_all
 from millrace.runtime.wakeups import WOKEN_AT_ONCE

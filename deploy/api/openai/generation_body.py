@@ -37,7 +37,7 @@ from ....stages.params import (
     MAX_STOPS,
     SamplingParams,
 )
-from ...errors import ApiError, describe, shorten, wrong_field
+from ...errors import ApiError, shorten, wrong_field
 from ..chat_format import Chat
 from ..schema import fields as schema_fields
 from ..schema import hints
@@ -217,9 +217,7 @@ class GenerationBody(SamplingBody):
             raise self._client_error(refused) from None
 
     def _client_error(self, refused: Refused) -> ApiError:
-        error = describe(refused)
-        assert error is not None
-        return error.named(self.client_name)
+        return ApiError(refused.code, refused.text.named(self.client_name), param=self.client_name(refused.param or ""))
 
     def _own_params(self) -> dict[str, Any]:
         """`max_tokens` and `logprobs`, whose fields differ between the two endpoints."""

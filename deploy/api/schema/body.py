@@ -29,8 +29,7 @@ class Body(BaseModel):
     def check(self) -> None:
         """Checks the relations of fields. `ApiError` names the field to change. Subclasses add other checks."""
         for relation in self.RELATIONS:
-            if relation.check is not None:
-                relation.check(self)
+            relation.check(self)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -20,7 +20,7 @@ class Relation:
     """One rule. `Body` puts the schema into the document, and runs the check after the types of fields."""
 
     schema: Schema | None  # None: no schema can say it
-    check: Check | None = None  # None: the check of another relation, or of a field, implies it
+    check: Check = lambda body: None  # none: the check of another relation, or of a field, implies it
 
 
 def requires(field: str, asked: Schema, other: str, value: bool, why: str = "") -> Relation:
@@ -38,16 +38,18 @@ Off = Mapping[str, tuple[Any, ...]]  # field -> its values that ask for nothing
 
 
 def switched(switch: str, with_it: Off, without_it: Off | None = None) -> Relation:
-    """Fields that need the flag `switch`, and others that are not supported with it.
+    """Fields that need the flag `switch`, and others that are not supported with it. Null asks for nothing anyway.
 
     One schema for all of them, as generators of bodies multiply the branches of all relations.
     """
 
+    fields_on, fields_off = tuple((without_it or {}).items()), tuple(with_it.items())
+
     def check(body: Any) -> None:
         is_on = bool(getattr(body, switch))
-        for field, off in (without_it or {}).items() if is_on else with_it.items():
+        for field, off in fields_on if is_on else fields_off:
             given = getattr(body, field)
-            if not any(given == value and type(given) is type(value) for value in off):
+            if given is not None and not any(given == value and type(given) is type(value) for value in off):
                 problem = f"not supported with {switch} = true; leave one of the two out"
                 raise wrong_field(field, problem if is_on else f"requires {switch} = true")
 

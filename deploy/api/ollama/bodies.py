@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
@@ -19,8 +18,8 @@ from ..schema.hints import TOKEN_IDS, Schema, nullable
 from ..schema.unsupported import GENERATION, NOTHING, Harmless
 from . import options
 from .options import OllamaOptions
+from .turns import chat_message, wrong_type
 
-ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = {"max": "xhigh"}  # Ollama's value -> chat's, where they differ
 NAMES = options.NAMES | {  # chat's field -> this API's, for error texts
     "response_format": "format",
@@ -158,8 +157,8 @@ class OllamaChatBody(OllamaBody):
 
     def messages_for_chat(self) -> list[dict[str, Any]]:
         if not isinstance(self.messages, list | None):
-            raise _wrong_type("messages", "a list")
-        messages = [_message(message, f"messages[{i}]") for i, message in enumerate(self.messages or ())]
+            raise wrong_type("messages", "a list")
+        messages = [chat_message(message, f"messages[{i}]") for i, message in enumerate(self.messages or ())]
         return messages or [{"role": "user", "content": ""}]
 
 
@@ -198,62 +197,3 @@ class OllamaGenerateBody(OllamaBody):
 
     def name_of(self, param: str) -> str:
         return renamed(param, NAMES | {"messages": "prompt", "context": "context"}).partition("[")[0]
-
-
-# -- messages
-
-
-def _message(message: Any, path: str) -> dict[str, Any]:
-    """A message as chat has it."""
-    if not isinstance(message, dict):
-        raise _wrong_type(path, "an object")
-    role = message.get("role")
-    role = role.lower() if isinstance(role, str) else role
-    if role not in ROLES:
-        text = f"{path}.role = {shorten(repr(role), 64)}: must be one of {', '.join(ROLES)}"
-        raise ApiError("invalid_value", text, param=f"{path}.role")
-    content = message.get("content")
-    if content is None:
-        content = ""
-    if not isinstance(content, str):
-        raise _wrong_type(f"{path}.content", "a text")
-    if message.get("images") not in (None, []):
-        text = f"{path}.images: this model takes text only; leave images out"
-        raise ApiError("unsupported_content_type", text, param=f"{path}.images")
-    converted: dict[str, Any] = {"role": role, "content": content}
-    texts = {
-        "assistant": {"thinking": "reasoning_content"},
-        "tool": {"tool_name": "name", "tool_call_id": "tool_call_id"},
-    }
-    for name, ours in texts.get(role, {}).items():
-        value = message.get(name)
-        if not isinstance(value, str | None):
-            raise _wrong_type(f"{path}.{name}", "a text")
-        if value:
-            converted[ours] = value
-    if role == "assistant" and message.get("tool_calls") not in (None, []):
-        converted["tool_calls"] = _calls(message["tool_calls"], f"{path}.tool_calls")
-    return converted
-
-
-def _calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise _wrong_type(path, "a list")
-    converted = []
-    for i, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _wrong_type(f"{path}[{i}].function", "an object with a name")
-        arguments = function.get("arguments")
-        if not isinstance(arguments, dict | None):
-            raise _wrong_type(f"{path}[{i}].function.arguments", "an object")
-        made = {"name": function["name"], "arguments": orjson.dumps(arguments or {}).decode()}
-        call_id = call.get("id")
-        converted.append(
-            {"id": call_id if isinstance(call_id, str) else f"call_{i}", "type": "function", "function": made}
-        )
-    return converted
-
-
-def _wrong_type(path: str, right: str) -> ApiError:
-    return ApiError("invalid_type", f"{path}: must be {right}", param=path)

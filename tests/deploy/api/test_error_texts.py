@@ -79,6 +79,7 @@ def read(answer: dict[str, Any]) -> tuple[str, str]:
     return "-", str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", SERVERS)
 def test_each_api_says_what_is_wrong_with_its_own_names_of_fields(server: str) -> None:
     mine = [line for line in LINES if line.startswith(f"{server}\t")]

@@ -94,6 +94,7 @@ async def ask(*requests: tuple[str, str, Any]) -> list[tuple[int, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_new_route_answers_validates_and_is_in_the_document() -> None:
     good, wrong, missing, shown = asyncio.run(
         ask(
@@ -125,11 +126,13 @@ def test_a_new_route_is_on_the_page_of_all_routes() -> None:
     assert "| `POST /v1/tea` | A cup \\| of tea | key |" in page
 
 
+@pytest.mark.slow
 def test_a_route_that_the_list_does_not_name_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert PATH not in openapi(ServerConfig(), "1", None)["paths"] and PATH not in generated.routes()
 
 
+@pytest.mark.slow
 def test_a_strict_server_refuses_other_fields_of_a_new_route_in_document_and_deed() -> None:
     assert (
         openapi(ServerConfig(strict_fields=True), "1", None)["components"]["schemas"]["TeaBody"]["additionalProperties"]

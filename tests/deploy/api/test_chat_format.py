@@ -160,7 +160,8 @@ def test_tokenize_names_tools_that_the_template_does_not_show(tokenizer):
             config=ServerConfig(), adapter_of=lambda name: None, require_chat_format=lambda: made
         )
         body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS} | fields
-        return TokenizeRoutes(service, None)._tokenize_body(body)[1]  # type: ignore[arg-type]
+        parts: Any = SimpleNamespace(service=service, threads=None, generation=None)
+        return TokenizeRoutes(parts)._tokenize_body(body)[1]
 
     assert ignored(QWEN3) == ["tools"]
     assert ignored(SHOWS_TOOLS) == ignored(None) == ignored(QWEN3, tools=None) == []

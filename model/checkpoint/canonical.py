@@ -18,7 +18,7 @@ from ..named_tensors import StoredPiece
 from .safetensors import BFLOAT16
 from .stored_tensors import StoredTensors
 
-EXPERTS = ".experts."  # in the names of their tensors
+EXPERTS = "experts."  # in the names of their tensors, and in those of what they share
 
 
 class TensorSources:

@@ -44,7 +44,8 @@ def check_tensors(checkpoint: StoredTensors, sources: TensorSources, spec: Decod
     ignored = []
     head, constants = f"{HEAD}.weight", _constants(checkpoint, family, spec)
     for name in sorted(names - shapes.keys() - constants - {head}):  # a head that is not used is equal to the embedding
-        if _is_weight(checkpoint, name, f"{family.prefix}.") and not _is_zero_bias(checkpoint, name):
+        is_known = family.has_guessing_layers and _layer_of(name, family) >= spec.num_layers
+        if not is_known and _is_weight(checkpoint, name, f"{family.prefix}.") and not _is_zero_bias(checkpoint, name):
             raise CheckpointError(
                 f"{checkpoint.where(name)} ({root}): tensor {shown(name)} is not part of a {spec.family} model "
                 f"as config.json describes it{_reason(name, spec)}; the output would be wrong without it"
@@ -89,14 +90,22 @@ def _is_zero_bias(checkpoint: StoredTensors, name: str) -> bool:
     return is_bias and not widened(checkpoint.array(name)).any()
 
 
+def _layer_of(name: str, family: Family) -> int:
+    """The number of the layer of a tensor; 0 if it is of none."""
+    layers, _, rest = name.removeprefix(f"{family.prefix}.").partition(".")
+    number = rest.partition(".")[0]
+    return int(number) if layers == "layers" and number.isdecimal() else 0
+
+
 def _sizes(name: str, spec: DecoderSpec) -> str:
     """The keys of config.json from which the shape of a canonical tensor follows, with their values."""
+    moe = next((moe for moe in spec.mixtures if ".experts." in name), None)
     values = {
         "vocab_size": spec.vocab_size,
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
-        "intermediate_size": spec.intermediate_size,
+        "intermediate_size": spec.intermediate_size if moe is None else moe.expert.intermediate_size,
         "hidden_size": spec.hidden_size,
     }
     kind = name.split(".")[-2]

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from ..families.names import DOWN, EMBEDDING, HEAD, Names, Target, tensors_of
+from ..families.building import Family
+from ..families.names import DOWN, EMBEDDING, HEAD, Target, tensors_of
 from ..families.registry import family_of
 from ..gguf.folder import is_gguf_folder, open_checkpoint
 from ..grouped_matrix import GroupedMatrix
@@ -119,7 +120,7 @@ def _open(root: Path, spec: DecoderSpec, load_format: str) -> tuple[StoredTensor
     family = family_of(spec.family)
     checkpoint = stored_tensors(root, load_format)
     checkpoint.rename(partial(newer_name, family=family))
-    _check_layers(checkpoint, spec, family.names(spec), f"{family.prefix}.")
+    _check_layers(checkpoint, spec, family)
     model = WholeModel(spec, family)
     is_bare = model.sources.stored_name(f"{EMBEDDING}.weight").removeprefix(model.prefix) in checkpoint.names
     checkpoint.rename(model.name_of)
@@ -159,14 +160,14 @@ def _plug_in(root: Path, name: str) -> StoredTensors:
     return source
 
 
-def _check_layers(checkpoint: StoredTensors, spec: DecoderSpec, names: Names, prefix: str) -> None:
+def _check_layers(checkpoint: StoredTensors, spec: DecoderSpec, family: Family) -> None:
     """Raises CheckpointError if the files hold another number of layers, before anything is made for each layer."""
-    sources = TensorSources([Target(f"{DOWN}.weight", ())], names)
+    sources, prefix = TensorSources([Target(f"{DOWN}.weight", ())], family.names(spec)), f"{family.prefix}."
     stem, _, _ = sources.stored_name(f"{DOWN}.weight").removeprefix(prefix).partition("*")
     pattern = re.compile(rf"(?:{re.escape(prefix)})?{re.escape(stem)}(\d{{1,9}})\.")
     found = {int(match[1]) for match in map(pattern.match, checkpoint.names) if match}
     num_layers = max(found, default=-1) + 1
-    if num_layers != spec.num_layers:
+    if num_layers < spec.num_layers or (num_layers > spec.num_layers and not family.has_guessing_layers):
         raise CheckpointError(
             f"config.json ({checkpoint.root}): num_hidden_layers: must be {num_layers}, as many as the files hold, "
             f"not {spec.num_layers}"

@@ -10,15 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-MOST_ITEMS = 4096  # of an array of numbers
-
-Config = dict[str, Any]
-Factors = NDArray[np.float32]  # [D/2] by which rotary frequencies are divided
+from . import expert_architectures as moe
+from .keys import Config, Factors, Keys
 
 SHARED_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -43,41 +39,6 @@ SANDWICH_NAMES = {
 }
 
 
-class Keys:
-    """The values of one architecture, by key without its name in front."""
-
-    def __init__(self, metadata: Mapping[str, Any], name: str, factors: Mapping[str, Factors]) -> None:
-        self.metadata, self.name = metadata, name
-        self.factors = factors  # the tensors rope_freqs, rope_factors_long, rope_factors_short, where they are
-        self.source = f"metadata of {name}"
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value; arrays are lists. Raises ValueError for one of more items than any model has layers."""
-        value = self.metadata.get(f"{self.name}.{key}", default)
-        if not isinstance(value, np.ndarray):
-            return value
-        if len(value) > MOST_ITEMS:
-            raise ValueError(f"{self.name}.{key} holds {len(value)} numbers, and at most {MOST_ITEMS} are read")
-        return value.tolist()
-
-    def need(self, key: str) -> Any:
-        """As `get`. Raises KeyError with the whole key if it is missing."""
-        if f"{self.name}.{key}" not in self.metadata:
-            raise KeyError(f"{self.name}.{key}")
-        return self.get(key)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A float32 of the file as the decimal number that was meant: 1e-05 rather than 9.99999974e-06."""
-        value = self.need(key) if default is None else self.get(key, default)
-        return float(f"{float(value):.7g}")
-
-    @property
-    def head_dim(self) -> int:
-        return int(
-            self.get("attention.key_length") or self.need("embedding_length") // self.need("attention.head_count")
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """One `general.architecture`. `config` adds to the keys that all have."""
@@ -100,7 +61,9 @@ def shared_config(keys: Keys, architecture: Architecture) -> Config:
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
         "hidden_size": keys.need("embedding_length"),
-        "intermediate_size": keys.need("feed_forward_length"),
+        "intermediate_size": keys.get("expert_feed_forward_length")
+        if keys.get("feed_forward_length") is None and keys.get("expert_feed_forward_length")
+        else keys.need("feed_forward_length"),
         "num_hidden_layers": keys.need("block_count") - keys.get("nextn_predict_layers", 0),
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.get("attention.head_count_kv") or num_heads,
@@ -172,9 +135,7 @@ def _llama3_factors(
 
 
 def _llama(keys: Keys) -> Config:
-    if keys.get("expert_count", 0):
-        raise ValueError("llama.expert_count: experts (Mixtral) are not read from GGUF files")
-    return {"hidden_act": "silu"}
+    return moe.mixtral(keys) if keys.get("expert_count", 0) else {"hidden_act": "silu"}
 
 
 def _mistral3(keys: Keys) -> Config:
@@ -242,9 +203,18 @@ def _phi3(keys: Keys) -> Config:
     }
 
 
+def _gpt_oss(keys: Keys) -> Config:
+    rope = rope_of(keys)
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # its ramp is not rounded, which a file does not say
+    return {**moe.gpt_oss(keys), "rope_parameters": rope}
+
+
+def _granite_moe(keys: Keys) -> Config:
+    return {**_granite(keys), **moe.granite_moe(keys)}
+
+
 def _granite(keys: Keys) -> Config:
-    if keys.get("expert_count", 0):
-        raise ValueError("granite.expert_count: experts are not read from GGUF files")
     return {
         "attention_multiplier": keys.number("attention.scale", 1.0 / math.sqrt(keys.head_dim)),
         "embedding_multiplier": keys.number("embedding_scale", 1.0),
@@ -301,7 +271,7 @@ PHI3_NAMES = SHARED_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.ga
 GEMMA_NAMES = SHARED_NAMES | SANDWICH_NAMES
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", _llama, rotates_pairs=True),
+    "llama": Architecture("llama", "LlamaForCausalLM", _llama, SHARED_NAMES | moe.MIXTRAL_NAMES, rotates_pairs=True),
     "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", _mistral3, rotates_pairs=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _qwen2),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _qwen2),
@@ -327,5 +297,17 @@ ARCHITECTURES = {
         lambda keys: {"attention_bias": True, "attention_out_bias": False},
         SHARED_NAMES | {"post_attention_norm": "post_attention_layernorm"},
     ),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", moe.qwen2_moe, SHARED_NAMES | moe.EXPERT_NAMES),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", moe.qwen3_moe, SHARED_NAMES | moe.EXPERT_NAMES),
+    "olmoe": Architecture("olmoe", "OlmoeForCausalLM", moe.olmoe, SHARED_NAMES | moe.EXPERT_NAMES),
+    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _gpt_oss, SHARED_NAMES | moe.GPT_OSS_NAMES),
+    "granitemoe": Architecture(
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        _granite_moe,
+        SHARED_NAMES | moe.GRANITE_NAMES,
+        rotates_pairs=True,
+    ),
+    "glm4moe": Architecture("glm4_moe", "Glm4MoeForCausalLM", moe.glm4_moe, SHARED_NAMES | moe.GLM_NAMES),
 }
 FACTOR_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")

@@ -23,14 +23,15 @@ from numpy.typing import NDArray
 
 from ..errors import CheckpointError, quoted, shown
 from ..files import read_json
-from .architectures import ARCHITECTURES, FACTOR_TENSORS, Keys, shared_config
+from .architectures import ARCHITECTURES, FACTOR_TENSORS, shared_config
 from .blocks import unpack
 from .checkpoint import GgufCheckpoint
+from .keys import Keys
 from .reader import GgufFile, Metadata, open_files, parts_of
 from .tokenizer import read_tokenizer
 
 POINTER = "gguf.json"
-VERSION = 5  # of the folders; a change of what is written counts it up
+VERSION = 6  # of the folders; a change of what is written counts it up
 MAKING = "making-"  # begins the name of a folder that is not finished
 MOST_FOLDERS = 32  # up to 12 MB each, of a vocabulary of 262,144
 UNUSED_S = 3600.0
@@ -195,6 +196,7 @@ def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
     config["vocab_size"] = embedding.tensors["token_embd.weight"].shape[0]
     config.setdefault("tie_word_embeddings", "output.weight" not in tensors)
     config["attention_bias"] = config.get("attention_bias", "blk.0.attn_q.bias" in tensors)
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors  # of GLM-4.5; the others' types say it
     config["dtype"] = "bfloat16"
     return config | _token_ids(metadata)
 

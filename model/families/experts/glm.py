@@ -107,6 +107,6 @@ def _behind(keys: ConfigKeys, default: int) -> Callable[[int], bool]:
 FAMILIES = {
     "dots1": Family(spec=dots1),
     "ernie4_5_moe": Family(spec=ernie4_5_moe, names=ernie_names),
-    "glm4_moe": Family(spec=glm4_moe),
+    "glm4_moe": Family(spec=glm4_moe, has_guessing_layers=True),
     "solar_open": Family(spec=solar_open),
 }

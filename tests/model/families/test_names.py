@@ -219,6 +219,19 @@ def test_a_weight_that_the_spec_does_not_have_is_refused_with_any_prefix(name: s
         open_source(tmp_path, spec, "auto")
 
 
+@pytest.mark.parametrize(("allows", "number"), [(True, 2), (False, 2), (True, 1)])
+def test_only_layers_that_guess_further_tokens_may_follow_the_last(
+    allows: bool, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, has_guessing_layers=allows)
+    spec = save(tmp_path, {**tensors(parse_config(LLAMA, "")), f"model.layers.{number}.eh_proj.weight": torch.ones(4)})
+    if allows and number == 2:
+        assert open_source(tmp_path, spec, "auto")[1].num_layers == 2
+        return
+    with pytest.raises(CheckpointError, match="num_hidden_layers: must be 3|is not part of a llama model"):
+        open_source(tmp_path, spec, "auto")
+
+
 def test_a_missing_tensor_is_named_as_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, names=lambda spec: {"model.norm": "model.ln_f"})
     spec = save(tmp_path, tensors(parse_config(LLAMA, "")))

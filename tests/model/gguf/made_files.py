@@ -7,6 +7,7 @@ changed here, as its converter changes them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ import torch
 from tests.families.checkpoint import make_model
 from tests.families.row import Row, row
 
+INNER_OF_OSS = 40  # inner numbers of gpt-oss's experts, by which its transposed stacks are known
+NUM_GUESSING = 0  # of the last layers, which the file says are for guessing further tokens
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(125))]
 
+FOUR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 # one row of each architecture: its name, and a checkpoint in which what its keys say differs from all defaults
 MADE: dict[str, Row] = {
     "llama": row("llama", "llama", head_dim=12, rope_parameters={"rope_type": "default", "rope_theta": 5e4}),
@@ -86,9 +90,36 @@ MADE: dict[str, Row] = {
     "cohere2": row("cohere2", "cohere2", logit_scale=0.5, num_hidden_layers=5, sliding_window=16),
     "starcoder2": row("starcoder2", "starcoder2", sliding_window=None),
     "seed_oss": row("seed_oss", "seed_oss", head_dim=8),
+    "mixtral": row("mixtral", "mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen2moe": row("qwen2moe", "qwen2_moe", shared_expert_intermediate_size=24, **FOUR),
+    "qwen3moe": row("qwen3moe", "qwen3_moe", norm_topk_prob=True, **FOUR),
+    "olmoe": row("olmoe", "olmoe", num_experts=4, num_experts_per_tok=2),
+    "gpt-oss": row(
+        "gpt-oss",
+        "gpt_oss",
+        **{"head_dim": 12, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        intermediate_size=INNER_OF_OSS,
+        rope_parameters={
+            **{"rope_type": "yarn", "rope_theta": 5e4, "factor": 8.0, "original_max_position_embeddings": 32},
+            **{"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+        },
+    ),
+    "granitemoe": row(
+        "granitemoe",
+        "granitemoeshared",
+        **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 4.0},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    ),
+    "glm4moe": row(
+        "glm4moe",
+        "glm4_moe",
+        **{"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 1},
+        **{"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "n_shared_experts": 2},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
 }
-ARCHITECTURE = {"llama3": "llama", "llama-linear": "llama", "olmo3": "olmo2", "phi3-long": "phi3"}
-PAIRED = ("llama", "mistral3", "granite", "smollm3")  # rows of q and k in pairs
+ARCHITECTURE = {"mixtral": "llama", "llama3": "llama", "llama-linear": "llama", "olmo3": "olmo2", "phi3-long": "phi3"}
+PAIRED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")  # rows of q and k in pairs
 
 
 def architecture_of(name: str) -> str:
@@ -115,13 +146,14 @@ def _write(file: Path, architecture: str, model: Any, packed: gguf.GGMLQuantizat
     arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     is_tied = bool(config.tie_word_embeddings)
-    for stored, tensor in model.state_dict().items():
+    tensors = {name: part for stored in model.state_dict().items() for name, part in _split(*stored)}
+    for stored, tensor in tensors.items():
         if is_tied and stored == "lm_head.weight":
             continue
-        written = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+        written = stored if stored.startswith("blk.") else names.get_name(stored, try_suffixes=(".weight", ".bias"))
         assert written is not None, f"{architecture} has no name for {stored}"
         numbers = _as_written(architecture, written, tensor, config)
-        if numbers.ndim == 2 and numbers.shape[1] % gguf.GGML_QUANT_SIZES[packed][0] == 0:
+        if numbers.ndim > 1 and numbers.shape[-1] % gguf.GGML_QUANT_SIZES[packed][0] == 0:
             writer.add_tensor(written, gguf.quantize(numbers, packed), raw_dtype=packed)
         else:
             writer.add_tensor(written, numbers)
@@ -131,6 +163,35 @@ def _write(file: Path, architecture: str, model: Any, packed: gguf.GGMLQuantizat
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _split(stored: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor of transformers as the converter names and cuts it: stacks of experts by gate, up and down."""
+    name = stored.rpartition(".experts.")[2]
+    layer = f"blk.{stored.split('.')[2]}" if stored.startswith("model.layers.") else ""
+    suffix = "bias" if name.endswith("_bias") else "weight"
+    if name.startswith("gate_up_proj"):
+        is_paired = tensor.shape[-1] == 2 * INNER_OF_OSS
+        tensor = tensor.transpose(1, 2) if is_paired and suffix == "weight" else tensor
+        size = tensor.shape[1] // 2
+        gate, up = (tensor[:, ::2], tensor[:, 1::2]) if is_paired else (tensor[:, :size], tensor[:, size:])
+        yield f"{layer}.ffn_gate_exps.{suffix}", gate
+        yield f"{layer}.ffn_up_exps.{suffix}", up
+    elif name.startswith("down_proj"):
+        is_transposed = suffix == "weight" and tensor.shape[1] == INNER_OF_OSS
+        yield f"{layer}.ffn_down_exps.{suffix}", tensor.transpose(1, 2) if is_transposed else tensor
+    elif "shared_mlp.input_linear" in stored:
+        gate, up = tensor.chunk(2)
+        yield f"{layer}.ffn_gate_shexp.weight", gate
+        yield f"{layer}.ffn_up_shexp.weight", up
+    elif stored.endswith("shared_expert_gate.weight"):
+        yield f"{layer}.ffn_gate_inp_shexp.weight", tensor[0]
+    elif stored.endswith(".sinks"):
+        yield f"{layer}.attn_sinks.weight", tensor
+    else:
+        renamed = {"e_score_correction_bias": "e_score_correction.bias", "moe.router.weight": "moe.router.layer.weight"}
+        end = next((end for end in renamed if stored.endswith(end)), "")
+        yield (stored.removesuffix(end) + renamed[end] if end else stored), tensor
 
 
 def _as_written(architecture: str, written: str, tensor: torch.Tensor, config: Any) -> np.ndarray:
@@ -177,12 +238,38 @@ def _write_yarn(writer: Any, architecture: str, rope: dict[str, Any]) -> None:
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
+def _write_expert_keys(writer: Any, config: Any, head_dim: int) -> None:
+    count = next((found for name in COUNTS if (found := getattr(config, name, None))), None)
+    if count is None:
+        return
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    for name in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        if hasattr(config, name):
+            writer.add_expert_shared_feed_forward_length(getattr(config, name))
+    if config.model_type == "glm4_moe":
+        writer.add_rope_dimension_count(head_dim // 2)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
 def _write_keys(writer: Any, architecture: str, config: Any) -> None:
     rope = config.rope_parameters
     whole = rope.get("full_attention", rope)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
+    if NUM_GUESSING:
+        writer.add_nextn_predict_layers(NUM_GUESSING)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -209,18 +296,19 @@ def _write_keys(writer: Any, architecture: str, config: Any) -> None:
             writer.add_layer_norm_eps(getattr(config, name))
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if getattr(config, "sliding_window", None) and architecture in ("gemma2", "gemma3", "phi3", "cohere2"):
+    if getattr(config, "sliding_window", None) and architecture in ("gemma2", "gemma3", "phi3", "cohere2", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window)
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if architecture == "granite":
+    if architecture.startswith("granite"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
     if architecture in ("command-r", "cohere2"):
         writer.add_logit_scale(config.logit_scale)
+    _write_expert_keys(writer, config, head_dim)
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(TOKENS)

@@ -14,6 +14,7 @@ from millrace.model.checkpoint.hub import resolve  # noqa: E402
 from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source  # noqa: E402
 from millrace.model.families.registry import read_spec  # noqa: E402
 from millrace.model.grouped_matrix import GroupedMatrix  # noqa: E402
+from tests.model.gguf import made_files  # noqa: E402
 from tests.model.gguf.made_files import MADE, write_gguf  # noqa: E402
 
 
@@ -45,3 +46,27 @@ def test_packed_rows_are_those_of_the_unpacked_tensors(name: str, tmp_path: Path
         half, rows = matrix.shape[0] // 2, source.array(tensor)
         found = np.concatenate([matrix.rows(0, half).dequantize(), matrix.rows(half, matrix.shape[0]).dequantize()])
         assert np.array_equal(found, rows), tensor
+
+
+def test_experts_of_a_stack_stay_packed_one_by_one(tmp_path: Path) -> None:
+    folder, file = write_gguf("granitemoe", tmp_path, packed="Q8_0")
+    stand_in = resolve(str(file))
+    source, spec = open_source(stand_in, read_spec(stand_in), "auto")
+    theirs, _ = open_source(folder, read_spec(folder), "auto")
+    for name in ("gate_proj", "up_proj"):
+        name = f"model.layers.1.mlp.experts.3.{name}.weight"
+        matrix, rows = source.grouped(name), source.array(name)
+        assert isinstance(matrix, GroupedMatrix) and matrix.shape == (48, 32) and matrix.is_mapped
+        assert np.array_equal(np.concatenate([numbers for _, numbers in matrix.unpacked()]), rows)
+        assert np.allclose(rows, theirs.array(name), atol=0.02)
+        assert [piece.num_bytes for piece in source.pieces(name)] == [48 * 34]
+        source.forget(name)
+    assert spec.mixtures[1].shared is not None
+
+
+def test_layers_that_guess_further_tokens_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made_files, "NUM_GUESSING", 1)
+    _, file = write_gguf("glm4moe", tmp_path)
+    stand_in = resolve(str(file))
+    source, spec = open_source(stand_in, read_spec(stand_in), "auto")
+    assert spec.num_layers == 2 and source.array("model.layers.1.mlp.experts.3.up_proj.weight").shape == (16, 32)

@@ -116,7 +116,7 @@ BELOW = {
     "deploy/api/dialects deploy/api/ollama",
     "deploy/websocket": "deploy deploy/http deploy/metrics deploy/api/schema deploy/api deploy/api/openai "
     "deploy/api/chat deploy/api/completions deploy/api/responses",
-    "deploy/inspect": "deploy deploy/settings deploy/http deploy/api",
+    "deploy/inspect": "deploy deploy/settings deploy/http deploy/api/schema deploy/api",
     "deploy/admin": "deploy deploy/http deploy/api/schema deploy/api",
     "deploy/dashboard": "deploy deploy/settings deploy/http deploy/metrics deploy/api/schema deploy/api "
     "deploy/websocket deploy/inspect",

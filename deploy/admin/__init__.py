@@ -3,6 +3,6 @@
 Owns: the running profile of torch's profiler.
 In: admin requests.
 Out: JSON about the change, traces and profiles.
-Imports: the root of `deploy`, `http`, `api`.
+Imports: the root of `deploy`, `http`, `api`, `api/schema`.
 Start with: `routes.py`.
 """

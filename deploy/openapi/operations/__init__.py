@@ -1,7 +1,7 @@
 """All operations of a server: method, path, parameters, body, answers, errors and access of each.
 
-The OpenAPI document is made from them. Those of the APIs are in the folders of their routes; here are those of the
-server's other rooms. A test compares them with the routes of the server.
+The OpenAPI document is made from them. They are in the folders of their routes; here are those of the server itself and
+of its pages. A test compares them with the routes of the server.
 
 Owns: nothing.
 In: the list of the folders of API routes, and the shapes of answers.
@@ -12,9 +12,10 @@ Start with: `api/schema/operation.py`, then `server.py`.
 
 from __future__ import annotations
 
+from ...admin.operations import OPERATIONS as ADMIN
 from ...api.routes import table
 from ...api.schema.operation import Content, Operation
-from .admin import ADMIN
+from ...inspect.operations import OPERATIONS as INSPECT
 from .server import PAGES, SERVER
 
 __all__ = ["Content", "Operation", "all_operations"]
@@ -23,4 +24,4 @@ __all__ = ["Content", "Operation", "all_operations"]
 def all_operations() -> tuple[Operation, ...]:
     """The operations, in the order of the document."""
     api = [operation for routes in table.API_ROUTES for operation in routes.operations()]
-    return (*api, *SERVER, *PAGES, *ADMIN)
+    return (*api, *SERVER, *INSPECT, *PAGES, *ADMIN)

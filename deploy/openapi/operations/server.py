@@ -14,9 +14,8 @@ from ...api.schema.operation import (
     json,
     text,
 )
-from ...inspect.routes import MAX_CURSOR, MAX_LISTED
 from ...metrics.metrics import CONTENT_TYPE
-from ..shapes import inspect, server
+from ..shapes import server
 
 READY: Answers = {200: (Content(server.Ready),), 503: (Content(server.NotReady),)}
 HEALTH_LIVE = Operation(
@@ -114,38 +113,6 @@ SERVER = (
         parameters={"id": "The model name"},
         answers=json(server.Model),
         errors=MODEL_ERRORS,
-    ),
-    Operation(
-        method="GET",
-        path="/v1/requests",
-        name="listRequests",
-        group="server",
-        summary="Running requests without their text, oldest first: those of the API key, or all with the admin key",
-        query={
-            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": MAX_LISTED},
-            "cursor": {"type": "integer", "minimum": 0, "maximum": MAX_CURSOR, "default": 0},
-        },
-        answers=json(inspect.Requests),
-        errors=(*ENGINE_ERRORS, "invalid_value"),
-    ),
-    Operation(
-        method="GET",
-        path="/v1/requests/{id}/explain",
-        name="explainRequest",
-        group="server",
-        summary="The waterfall of a running or recently ended request, and the causes of its latency in words",
-        parameters={"id": "The id of the answer, or the request's X-Request-Id"},
-        answers=json(inspect.Explanation),
-        errors=(*ENGINE_ERRORS, "request_not_found"),
-    ),
-    Operation(
-        method="GET",
-        path="/v1/stages",
-        name="stages",
-        group="server",
-        summary="Idle, busy and blocked shares of each stage, fill level of each channel, and the bottleneck",
-        answers=json(inspect.Stages),
-        errors=ENGINE_ERRORS,
     ),
 )
 PAGES = (

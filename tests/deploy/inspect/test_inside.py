@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.deploy.openapi.shapes.inspect import Explanation, Requests, Stages
+from millrace.deploy.inspect.shapes import Explanation, Requests, Stages
 from millrace.runtime.trace.tracer import EventKind
 from tests.deploy.running import RunningServer, post_bytes, read_answer, send
 from tests.deploy.sockets import ENDLESS, Serving, on_loop, serving, until

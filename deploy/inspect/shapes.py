@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ...api.schema.shapes import Count, Shape
+from ..api.schema.shapes import Count, Shape
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Milliseconds = Annotated[float, Field(ge=0)]

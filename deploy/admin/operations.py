@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ...admin.adapters import MAX_TIMEOUT_S, AddAdapterBody, LoadAdapterBody, UnloadAdapterBody
-from ...admin.profiler import DEFAULT_S, MAX_S
-from ...api.schema.operation import ENGINE_ERRORS, Operation, json, text
-from ..shapes import server
+from ..api.schema.operation import ENGINE_ERRORS, Operation, json, text
+from . import shapes
+from .adapters import MAX_TIMEOUT_S, AddAdapterBody, LoadAdapterBody, UnloadAdapterBody
+from .profiler import DEFAULT_S, MAX_S
 
-ADMIN = (
+OPERATIONS = (
     Operation(
         method="POST",
         path="/admin/cache/reset",
@@ -15,7 +15,7 @@ ADMIN = (
         group="admin",
         summary="Clear the prefix cache; running requests continue",
         access="admin",
-        answers=json(server.CacheReset),
+        answers=json(shapes.CacheReset),
         errors=ENGINE_ERRORS,
     ),
     Operation(
@@ -26,7 +26,7 @@ ADMIN = (
         summary="The last seconds of the trace, for ui.perfetto.dev",
         access="admin",
         query={"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": 3600, "default": 30}},
-        answers=json(server.TraceEvents),
+        answers=json(shapes.TraceEvents),
         errors=(*ENGINE_ERRORS, "invalid_value"),
     ),
     Operation(
@@ -36,7 +36,7 @@ ADMIN = (
         group="admin",
         summary="Write the last seconds of the trace, stacks and queues to a file on the server",
         access="admin",
-        answers=json(server.FlightFile),
+        answers=json(shapes.FlightFile),
         errors=(*ENGINE_ERRORS, "no_flight_recorder"),
     ),
     Operation(
@@ -47,7 +47,7 @@ ADMIN = (
         summary="Start torch's profiler; it stops after `seconds`",
         access="admin",
         query={"seconds": {"type": "integer", "minimum": 1, "maximum": MAX_S, "default": DEFAULT_S}},
-        answers=json(server.ProfilerStarted),
+        answers=json(shapes.ProfilerStarted),
         errors=(*ENGINE_ERRORS, "no_profiler", "profiler_busy", "invalid_value"),
     ),
     Operation(
@@ -57,7 +57,7 @@ ADMIN = (
         group="admin",
         summary="Stop torch's profiler and write its profile to a file on the server",
         access="admin",
-        answers=json(server.ProfileFile),
+        answers=json(shapes.ProfileFile),
         errors=(*ENGINE_ERRORS, "no_profiler", "profiler_idle"),
     ),
     Operation(
@@ -67,7 +67,7 @@ ADMIN = (
         group="admin",
         summary="Recordings, flight files and profiles that the server has written",
         access="admin",
-        answers=json(server.Files),
+        answers=json(shapes.Files),
     ),
     Operation(
         method="GET",
@@ -87,7 +87,7 @@ ADMIN = (
         group="admin",
         summary="The LoRA adapters: where they are, what they take, which requests use them",
         access="admin",
-        answers=json(server.Adapters),
+        answers=json(shapes.Adapters),
         errors=(*ENGINE_ERRORS, "not_found"),
     ),
     Operation(
@@ -98,7 +98,7 @@ ADMIN = (
         summary="Load a LoRA adapter from a folder in --lora-dir, and tell what it is",
         access="admin",
         body=AddAdapterBody,
-        answers=json(server.AdapterStatus),
+        answers=json(shapes.AdapterStatus),
         errors=(*ENGINE_ERRORS, "invalid_value", "not_found", "rate_limit_exceeded"),
     ),
     Operation(
@@ -110,7 +110,7 @@ ADMIN = (
         access="admin",
         parameters={"name": "The adapter's name"},
         query={"where": {"type": "string", "enum": ["host", "device"], "default": "device"}},
-        answers=json(server.AdapterStatus),
+        answers=json(shapes.AdapterStatus),
         errors=(*ENGINE_ERRORS, "adapters_pinned", "invalid_value", "model_not_found", "not_found"),
     ),
     Operation(
@@ -121,7 +121,7 @@ ADMIN = (
         summary="Let a LoRA adapter be evicted and lose its device slot again",
         access="admin",
         parameters={"name": "The adapter's name"},
-        answers=json(server.AdapterStatus),
+        answers=json(shapes.AdapterStatus),
         errors=(*ENGINE_ERRORS, "model_not_found", "not_found"),
     ),
     Operation(
@@ -136,7 +136,7 @@ ADMIN = (
             "timeout_s": {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_S, "default": 0},
             "force": {"type": "boolean", "default": False},
         },
-        answers=json(server.AdapterRemoved),
+        answers=json(shapes.AdapterRemoved),
         errors=(*ENGINE_ERRORS, "invalid_value", "not_found"),
     ),
     Operation(

@@ -299,29 +299,21 @@ class Allocator:
         is_reset: bool = False,
     ) -> PlanReport:
         pool, host = self.pool, self.host
-        num_free, num_quarantined = self._room() if self._more else (pool.num_available, pool.num_quarantined)
+        slabs = self._slot_blocks.slabs
+        room = (pool.num_available, pool.num_quarantined) if slabs is None else slabs.room(self._most_of_one)
         return PlanReport(
             step=hand.plan.step,
             num_granted=granted,
             num_cached=self._num_begun(hand, hand.plan.slots),
             preempted=preempted,
-            num_free=num_free,
-            num_quarantined=num_quarantined,
+            num_free=room[0],
+            num_quarantined=room[1],
             num_host_free=0 if host is None else host.pool.num_available,
             num_host_quarantined=0 if host is None else host.pool.num_quarantined,
             swapped=hand.swapped,
             is_void=is_void,
             is_reset=is_reset,
         )
-
-    def _room(self) -> tuple[int, int]:
-        """Blocks of kind 0 for one more sequence, with what it needs of other kinds: now, and once steps are done."""
-        slabs = self._slot_blocks.slabs
-        assert slabs is not None, "kind 0 is the only one"
-        num_free = slabs.of_one_more(self._most_of_one)
-        if not any(each.pool.num_quarantined for each in self.kinds):
-            return num_free, 0
-        return num_free, max(1, slabs.of_one_more(self._most_of_one, with_quarantined=True) - num_free)
 
     # -- after a crash
 

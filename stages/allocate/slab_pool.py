@@ -83,24 +83,39 @@ class SlabPool:
             self.pools[donor].give_up_slab(hand)
         pool.borrow(self.unlent.pop())
 
-    def of_one_more(self, most: Sequence[int], *, with_quarantined: bool = False) -> int:
-        """Blocks of kind 0 that one more sequence could get, with as many of each other kind, or `most` of that."""
-        first, needs = self.pools[0], [0, *most[1:]]
-        own = [pool.num_own + pool.num_quarantined * with_quarantined for pool in self.pools]
-        lacking = sum(
-            -(-max(0, need - has) // pool.blocks_per_slab)
-            for pool, need, has in zip(self.pools, needs, own, strict=True)
-        )
-        needs[0] = own[0]  # all of them: its slabs are not spare
-        slabs = len(self.unlent) + self._num_spare(needs, with_quarantined=with_quarantined) - lacking
+    def room(self, most: Sequence[int]) -> tuple[int, int]:
+        """Blocks of kind 0 that one more sequence could get, with as many of each other kind, or `most` of that.
+
+        Returns those that it could get now, and how many more once the steps in flight are done.
+        """
+        own = [pool.num_own for pool in self.pools]
+        quarantined = [pool.num_quarantined for pool in self.pools]
+        idle = [pool.num_idle if pool.num_cached else 0 for pool in self.pools]
+        now = self._of_one_more(own, idle, most)
+        if not any(quarantined):
+            return now, 0
+        later = self._of_one_more([has + more for has, more in zip(own, quarantined, strict=True)], idle, most)
+        return now, max(1, later - now)
+
+    def _of_one_more(self, own: Sequence[int], idle: Sequence[int], most: Sequence[int]) -> int:
+        """The same, of `own` blocks of each kind and `idle` slabs among them."""
+        slabs = self._num_left([own[0], *most[1:]], own, idle)
         if slabs >= 0:
-            return own[0] + slabs * first.blocks_per_slab
+            return own[0] + slabs * self.pools[0].blocks_per_slab
         low, high = 0, max(most[1:])  # it gets less than `most`: the largest number that fits
         while low < high:
             middle = (low + high + 1) // 2
             needs = [middle, *(min(middle, each) for each in most[1:])]
-            low, high = (middle, high) if self.fits(needs, with_quarantined=with_quarantined) else (low, middle - 1)
+            low, high = (middle, high) if self._num_left(needs, own, idle) >= 0 else (low, middle - 1)
         return low
+
+    def _num_left(self, needs: Sequence[int], own: Sequence[int], idle: Sequence[int]) -> int:
+        """Slabs that are left, or could be lent, once each kind has its `needs`; negative: so many are lacking."""
+        left = len(self.unlent)
+        for pool, need, has, num_idle in zip(self.pools, needs, own, idle, strict=True):
+            slabs = (has - need) // pool.blocks_per_slab  # rounded down, so that a lack counts as a whole slab
+            left += min(slabs, num_idle)
+        return left
 
     def check(self) -> None:
         """Raises AssertionError unless each slab is lent to one kind, which uses it, or to none."""
@@ -136,17 +151,21 @@ class KindPool(BlockPool):
 
     # -- slabs
 
+    @property
+    def num_idle(self) -> int:
+        """Slabs that it has and of which no block is in use or quarantined."""
+        return int(np.count_nonzero(self.is_lent & (self._num_live == 0)))
+
     def num_spare(self, need: int, *, with_quarantined: bool = False) -> int:
         """Slabs that it can give up while it keeps `need` blocks."""
         own = self.num_own + self.num_quarantined * with_quarantined
         if own - need < self.blocks_per_slab:
             return 0
+        num_idle = self.num_idle
         if with_quarantined and self.num_quarantined:
             num_in_use = np.count_nonzero(self.state.reshape(-1, self.blocks_per_slab) == IN_USE, axis=1)
-            num_idle = np.count_nonzero(self.is_lent & (num_in_use == 0))
-        else:
-            num_idle = np.count_nonzero(self.is_lent & (self._num_live == 0))
-        return min(int(num_idle), (own - need) // self.blocks_per_slab)
+            num_idle = int(np.count_nonzero(self.is_lent & (num_in_use == 0)))
+        return min(num_idle, (own - need) // self.blocks_per_slab)
 
     def borrow(self, slab: int) -> None:
         """Gets `slab`, whose blocks become free."""

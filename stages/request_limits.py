@@ -76,9 +76,11 @@ class RequestLimits:
         if request.pooling is not None:
             self._check_pooling(request)
         elif request.num_sequences > MAX_SEQUENCES:
-            raise Refused(
-                f"{len(request.prompts)} prompts x n = {params.n}: at most {MAX_SEQUENCES} choices a request", param="n"
+            begin, end = (
+                f"{len(request.prompts)} prompts x ",
+                f" = {params.n}: at most {MAX_SEQUENCES} choices a request",
             )
+            raise Refused(ErrorText((begin, "n", end)), param="n")
         self._check_logprobs(request)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)

@@ -86,8 +86,8 @@ class AdapterGate:
         self.loader.release(digest)
         if not is_published:
             self._drop(digest)
-            message = f"lora_name = {name[:64]!r}: was loaded or unloaded while this load ran; send it again if needed"
-            raise Refused(message, param="lora_name")
+            problem = "was loaded or unloaded while this load ran; send it again if needed"
+            raise Refused(field_text("lora_name", problem, repr(name[:64])))
         self._tell_renamed(name)
         if before is not None:
             entry.pin = before.pin

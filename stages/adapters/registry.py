@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...runtime.env.log import get_logger
-from ..errors import ConfigError, Refused
+from ..errors import ConfigError, Refused, field_text
 
 MAX_NAME_CHARS = 256
 MAX_NAMES = 10_000  # those of the settings and the folder included
@@ -91,8 +91,8 @@ class AdapterRegistry:
         """The adapter of that name. Raises `Refused` 404, with the nearest names, if there is none."""
         entry = self.find(name)
         if entry is None:
-            message = f"model = {name[:64]!r}: no adapter of that name{self.near_misses(name)}"
-            raise UnknownAdapter(message, code="model_not_found", param="model")
+            problem = f"no adapter of that name{self.near_misses(name)}"
+            raise UnknownAdapter(field_text("model", problem, repr(name[:64])), code="model_not_found")
         return entry
 
     def names_by_digest(self) -> dict[str, list[str]]:
@@ -130,8 +130,8 @@ class AdapterRegistry:
     def check_room(self) -> None:
         """Raises `Refused` if no further name may be loaded."""
         if len(self._entries) >= MAX_NAMES:
-            message = f"lora_name: this server has {len(self._entries)} adapters and takes at most {MAX_NAMES}; "
-            raise Refused(f"{message}unload some", param="lora_name")
+            problem = f"this server has {len(self._entries)} adapters and takes at most {MAX_NAMES}; unload some"
+            raise Refused(field_text("lora_name", problem))
 
     def exclude(self, names: Collection[str]) -> None:
         """Keeps the model's own names from adapters. Raises `ConfigError` if lora_modules has one of them."""
@@ -190,20 +190,20 @@ class AdapterRegistry:
         if configured is not None and text in (str(configured), str(configured).partition("@")[0]):
             return configured
         if self.folder is None:
-            raise Refused(
-                "lora_path: this server loads adapters from its --lora-dir only, and has none", param="lora_path"
-            )
+            problem = "this server loads adapters from its --lora-dir only, and has none"
+            raise Refused(field_text("lora_path", problem))
         try:
             root = self.folder.resolve()
             path = (root / text).resolve()
             is_inside, is_folder = path.is_relative_to(root) and path != root, path.is_dir()
         except (OSError, ValueError, RuntimeError):  # a NUL, a name that is too long, or a loop of links
-            raise Refused(f"lora_path = {text[:256]!r}: is not a path of this system", param="lora_path") from None
+            raise Refused(field_text("lora_path", "is not a path of this system", repr(text[:256]))) from None
         if not is_inside:
-            raise Refused(f"lora_path = {text[:256]!r}: must be a folder in the server's --lora-dir", param="lora_path")
+            problem = "must be a folder in the server's --lora-dir"
+            raise Refused(field_text("lora_path", problem, repr(text[:256])))
         if not is_folder:
-            message = f"lora_path = {text[:256]!r}: no such folder in the server's --lora-dir"
-            raise UnknownAdapter(message, code="not_found", param="lora_path")
+            problem = "no such folder in the server's --lora-dir"
+            raise UnknownAdapter(field_text("lora_path", problem, repr(text[:256])), code="not_found")
         return path
 
 

@@ -6,6 +6,7 @@ fields of errors are named as the API that answers calls them; an API without a 
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 from pathlib import Path
@@ -22,6 +23,7 @@ from millrace.deploy.server.server import Server
 from millrace.stages.errors import ErrorText, Refused, field_text
 from millrace.stages.testing.scripted.engine import scripted_engine
 
+ROOT = Path(__file__).parents[3]
 LINES = Path(__file__).with_name("error_texts.tsv").read_text().splitlines()
 SERVERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -89,6 +91,24 @@ def test_each_api_says_what_is_wrong_with_its_own_names_of_fields(server: str) -
 def test_the_table_has_each_api_and_each_line_once() -> None:
     assert {line.split("\t")[1] for line in LINES} == {*VALID}
     assert len({*LINES}) == len(LINES) > 500
+
+
+SHARED = ("stages", "deploy/api/schema", "deploy/api/openai", "deploy/api/chat", "deploy/api/completions")
+
+
+@pytest.mark.parametrize("folder", SHARED)
+def test_code_below_several_apis_writes_no_field_into_plain_text(folder: str) -> None:
+    """A text that begins with its `param` has a place for that name instead: `field_text` or `wrong_field`."""
+    wrong = []
+    for path in (ROOT / folder).rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            name = getattr(getattr(call, "func", None), "id", "")
+            if isinstance(call, ast.Call) and name in ("ApiError", "Refused", "UnknownAdapter") and call.args:
+                params = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "param"]
+                text = ast.unparse(call.args[name == "ApiError"]).lstrip("f")[1:]
+                if any(text.startswith((param.strip("'\""), f"{{{param}}}")) for param in params):
+                    wrong.append(f"{path.relative_to(ROOT)}:{call.lineno}")
+    assert wrong == []
 
 
 @pytest.mark.parametrize("body", [ChatBody(messages=[]), CompletionBody(prompt="x")], ids=["chat", "completions"])

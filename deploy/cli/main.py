@@ -305,8 +305,8 @@ def _add_simulate(commands: Any) -> None:
     simulate.add_argument("--sweep", action="append", metavar="NAME=A,B,C", help=text)
     text = "simulate so many engines behind a router, with a row for each --policy"
     simulate.add_argument("--fleet", type=int, metavar="N", help=text)
-    text = "rules of the router: millrace, least-work, round-robin, prefix-only; several with commas, or all"
-    simulate.add_argument("--policy", metavar="LIST", default="millrace", help=text)
+    text = "rules of the router: soonest, least-work, round-robin, prefix-only; several with commas, or all"
+    simulate.add_argument("--policy", metavar="LIST", default="soonest", help=text)
     text = "lose an engine of the fleet at that time; may be repeated"
     simulate.add_argument("--kill", action="append", metavar="ENGINE@SECONDS", help=text)
     text = "seconds until a lost engine takes requests again (default: 30)"

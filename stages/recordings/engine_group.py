@@ -27,7 +27,7 @@ class EngineReport(NamedTuple):
 class IntervalReport(NamedTuple):
     """What the engines of a group tell."""
 
-    engines: Sequence[tuple[int, EngineReport]]  # those to which anything happened
+    engines: Sequence[tuple[int, EngineReport]]  # those to which anything happened, or that have just started
     next_event_s: float  # when something happens next in any of them
 
 
@@ -72,6 +72,7 @@ class EnginesHere:
         self._made_of = engine, model, admission
         self._engines = {number: self._make() for number in numbers}
         self._lost: list[EngineResult] = []
+        self._have_told: set[int] = set()  # engines that have reported since they started
         self._report = IntervalReport((), 0.0)
 
     def _make(self) -> SimulatedEngine:
@@ -84,7 +85,8 @@ class EnginesHere:
             self._engines[engine].expect(number, request)
         reports = []
         for engine, one in self._engines.items():
-            if one.next_event_s < until_s:
+            if one.next_event_s < until_s or engine not in self._have_told:
+                self._have_told.add(engine)
                 one.advance(until_s)
                 ended = [(number, one.outcomes[number].num_tokens) for number in one.take_ended()]
                 reports.append((engine, EngineReport(one.load(), one.take_keys(), ended)))
@@ -97,6 +99,7 @@ class EnginesHere:
         lost = self._engines[engine]
         self._lost.append(EngineResult(engine, lost.result(), lost.outcomes))
         self._engines[engine] = self._make()
+        self._have_told.discard(engine)
         return lost.unfinished()
 
     def results(self) -> Sequence[EngineResult]:

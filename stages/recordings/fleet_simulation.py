@@ -14,19 +14,16 @@ from typing import NamedTuple
 import numpy as np
 
 from ..allocate.prefix_cache import PrefixCache
-from ..routing.engine_load import EngineView
-from ..routing.policies import LeastWork, RoutingPolicy
-from ..routing.prefix_index import PrefixIndex
-from ..routing.score import NO_COSTS, RequestFacts, prompt_s
+from ..routing.policies import RoutingPolicy
+from ..routing.router import RoutedRequest, Router
 from .engine_group import EngineGroup, EngineReport, EngineResult, Sent
 from .format import RecordedEngine
 from .simulation_result import RequestOutcome, SimulationResult, merged
 from .workloads import Workload, WorkloadRequest
 
 REPORT_S = 0.1  # between two reports of an engine
-EXPECTED_S = 30.0  # for how long the blocks of a prompt are expected at the engine it was sent to
-FIRST_ANSWER = 256.0  # tokens expected of an answer before any has ended
-MEMORY = 0.99  # of the mean length of answers: the weight of those before
+ANSWER_TOKENS = 256  # counted as the work of an answer, whose length the router does not know
+DECODE_COST = 4  # of one of them, in tokens of a prompt
 
 
 class Death(NamedTuple):
@@ -70,14 +67,13 @@ class FleetSimulation:
         deaths: Sequence[Death] = (),
     ) -> None:
         """groups: the group of each engine. engine: what all of them are."""
-        self._engine, self._policy = engine, policy
+        self._engine = engine
+        self._router = Router(policy, engine.block_size)
         self._group_of = groups
         self._groups = list({id(group): group for group in groups.values()}.values())
-        self._views = {number: EngineView(number) for number in sorted(groups)}
-        self._index = PrefixIndex()
+        self._numbers = sorted(groups)
         self._keys = PrefixCache(engine.block_size)  # of prompts, as the engines make them
-        self._answer = FIRST_ANSWER  # mean tokens of answers
-        self._in_flight: dict[int, tuple[int, float]] = {}  # request -> (engine, its work)
+        self._in_flight: dict[int, tuple[int, int]] = {}  # request -> (engine, its work)
         self._chosen: dict[int, int] = {}
         self._deaths = sorted(deaths)
         self._away_until_s: dict[int, float] = {}  # by engine
@@ -85,7 +81,7 @@ class FleetSimulation:
 
     def run(self, trace: Workload) -> FleetResult:
         """Serves every request of the trace, until the last has ended."""
-        requests, place, until_s = trace.requests, 0, REPORT_S
+        requests, place, until_s = trace.requests, 0, 0.0  # in the first interval the engines only report
         sent: dict[int, list[Sent]] = {}
         while True:
             while place < len(requests) and requests[place].arrival_s < until_s:
@@ -112,38 +108,30 @@ class FleetSimulation:
         keys: list[bytes] = []
         if self._engine.enable_prefix_caching and (request.hash_ids or request.token_ids is not None):
             keys = self._keys.keys_of(request.tokens(number), request.cache_salt, adapter=request.adapter)
-        views = [view for view in self._views.values() if self._away_until_s.get(view.engine, now_s) <= now_s]
-        views = views or list(self._views.values())  # all are starting: they wait in one of them
-        runs = self._index.runs(keys, (view.engine for view in views), now_s)
-        cached = {engine: run * self._engine.block_size for engine, run in runs.items()}
-        facts = RequestFacts(request.num_prompt, self._answer)
-        engine = self._policy.choose(facts, views, cached)
-        self._index.expect(engine, keys, now_s, now_s + EXPECTED_S)
-        view = self._views[engine]
-        costs = NO_COSTS if view.load is None else view.load.costs
-        budget = self._engine.max_num_batched_tokens
-        view.note_sent(prompt_s(costs, request.num_prompt, cached[engine], budget), request.num_prompt)
-        work = 0.0
-        if isinstance(self._policy, LeastWork):
-            work = self._policy.work_of(facts)
-            self._policy.work[engine] = self._policy.work.get(engine, 0.0) + work
+        engines = [number for number in self._numbers if self._away_until_s.get(number, now_s) <= now_s]
+        routed = RoutedRequest(request.num_prompt, keys)
+        engine = self._router.choose(routed, engines or self._numbers, now_s)  # if all are away, it waits in one
+        self._router.note_sent(engine, routed, now_s)
+        work, view = request.num_prompt + DECODE_COST * ANSWER_TOKENS, self._router.view(engine)
+        view.work += work
+        view.num_requests += 1
         self._in_flight[number] = engine, work
         self._chosen.setdefault(number, engine)
         sent.setdefault(id(self._group_of[engine]), []).append((engine, number, request))
 
     def _note(self, engine: int, report: EngineReport) -> None:
-        self._views[engine].note_load(report.load)
-        self._index.add(engine, report.keys.added)
-        self._index.remove(engine, report.keys.removed)
+        self._router.note_load(engine, report.load)
+        self._router.note_keys(engine, report.keys.added, report.keys.removed)
         for number, num_tokens in report.ended:
             self._forget(number)
             if num_tokens:
-                self._answer = MEMORY * self._answer + (1 - MEMORY) * num_tokens
+                self._router.note_answer(num_tokens)
 
     def _forget(self, number: int) -> None:
         engine, work = self._in_flight.pop(number)
-        if isinstance(self._policy, LeastWork):
-            self._policy.work[engine] -= work
+        view = self._router.view(engine)
+        view.work -= work
+        view.num_requests -= 1
 
     def _lose(
         self, death: Death, now_s: float, requests: Sequence[WorkloadRequest], sent: dict[int, list[Sent]]
@@ -151,10 +139,11 @@ class FleetSimulation:
         """An engine is lost: its requests go on elsewhere, with what they have of their answers."""
         engine = death.engine
         self._away_until_s[engine] = now_s + death.restart_s
-        self._index.drop(engine)
-        self._views[engine] = EngineView(engine)
-        for number, num_done in self._group_of[engine].kill(engine):
+        lost = self._group_of[engine].kill(engine)
+        for number, _ in lost:
             self._forget(number)
+        self._router.drop(engine)
+        for number, num_done in lost:
             self._num_resumed += 1
             self._route(number, replace(requests[number], num_done=num_done, sent_s=now_s), now_s, sent)
 

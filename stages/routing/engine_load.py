@@ -38,6 +38,8 @@ class EngineView:
     def __init__(self, engine: int) -> None:
         self.engine = engine  # its number
         self.load: EngineLoad | None = None  # None: it has not reported
+        self.work = 0.0  # tokens of the requests in it, and their number; its owner counts them
+        self.num_requests = 0
         self.num_sent = 0
         self.prompt_s_since = 0.0  # this and the next two: of requests sent that the report does not count
         self.tokens_since = 0

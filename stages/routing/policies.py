@@ -23,7 +23,7 @@ class RoutingPolicy(Protocol):
         ...
 
 
-class ScoredRouting:
+class SoonestAnswer:
     """The engine with the least score. Among equal ones a hash of the sticky key decides: all routers decide alike."""
 
     def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
@@ -43,17 +43,8 @@ class ScoredRouting:
 class LeastWork:
     """The engine with the fewest tokens, of prompts and answers, in its requests: what is cached is not asked."""
 
-    DECODE_COST = 4  # of a token of an answer, in tokens of a prompt
-
-    def __init__(self) -> None:
-        self.work: dict[int, float] = {}  # by engine; the owner adds and takes away
-
     def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
-        return min((view.engine for view in views), key=lambda engine: (self.work.get(engine, 0.0), engine))
-
-    def work_of(self, facts: RequestFacts) -> float:
-        """What a request counts."""
-        return facts.num_prompt + self.DECODE_COST * facts.num_answer * facts.num_choices
+        return min(views, key=lambda view: (view.work, view.num_requests, view.engine)).engine
 
 
 class RoundRobin:
@@ -80,7 +71,7 @@ class PrefixOnly:
 
 
 POLICIES: Mapping[str, Callable[[], RoutingPolicy]] = {
-    "millrace": ScoredRouting,
+    "soonest": SoonestAnswer,
     "least-work": LeastWork,
     "round-robin": RoundRobin,
     "prefix-only": PrefixOnly,

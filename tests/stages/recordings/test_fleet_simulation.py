@@ -60,7 +60,7 @@ def outcomes(result: Sequence[object]) -> list[str]:
 def test_one_engine_behind_a_router_serves_as_one_alone():
     trace = drawn(40, 8.0, 6)
     alone = Simulation(ENGINE, COSTS).run(trace)
-    behind = run(trace, "millrace", 1)
+    behind = run(trace, "soonest", 1)
     assert outcomes(behind.whole.outcomes) == outcomes(alone.outcomes)
     assert behind.whole.num_hits == alone.num_hits > 0 and behind.whole.busy_s == alone.busy_s
 
@@ -76,14 +76,14 @@ def test_every_request_is_served_once_and_the_same_run_gives_the_same(policy: st
 
 def test_prompts_stay_where_their_prefix_is_and_more_of_them_is_found():
     trace = drawn(120, 15.0, 40)
-    scored, least = run(trace, "millrace").summary(), run(trace, "least-work").summary()
+    scored, least = run(trace, "soonest").summary(), run(trace, "least-work").summary()
     assert scored["cached_tokens"] > 1.3 * least["cached_tokens"], (scored, least)
     assert scored["ttft_p50_ms"] < least["ttft_p50_ms"]
 
 
 def test_one_hot_prompt_is_spread_over_all_engines_once_one_is_busy():
     trace = drawn(90, 60.0, 1)
-    scored, least = run(trace, "millrace"), run(trace, "least-work")
+    scored, least = run(trace, "soonest"), run(trace, "least-work")
     assert set(scored.chosen) == {0, 1, 2, 3}
     assert scored.summary()["ttft_p99_ms"] <= 1.1 * least.summary()["ttft_p99_ms"]
     assert set(run(trace, "prefix-only").chosen) < {0, 1, 2, 3}, "that rule sends all to those that have it"
@@ -91,7 +91,7 @@ def test_one_hot_prompt_is_spread_over_all_engines_once_one_is_busy():
 
 def test_engines_in_several_groups_serve_as_those_in_one():
     trace = drawn(60, 30.0, 6)
-    one, three = run(trace, "millrace"), run(trace, "millrace", groups=3)
+    one, three = run(trace, "soonest"), run(trace, "soonest", groups=3)
     assert one.chosen == three.chosen and one.summary() == three.summary()
 
 

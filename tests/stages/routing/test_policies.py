@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from millrace.stages.routing.engine_load import EngineLoad, EngineView
-from millrace.stages.routing.policies import POLICIES, LeastWork, PrefixOnly, RoundRobin, ScoredRouting
+from millrace.stages.routing.policies import POLICIES, LeastWork, PrefixOnly, RoundRobin, SoonestAnswer
 from millrace.stages.routing.score import RequestFacts, prompt_s, score_s
 from millrace.stages.schedule.step_timing.step_time_model import StepTimeCosts
 
@@ -37,7 +37,7 @@ def views(*loads: dict[str, Any]) -> list[EngineView]:
 
 
 def best(of: Sequence[EngineView], cached: dict[int, int], facts: RequestFacts = ASKED) -> int:
-    return ScoredRouting().choose(facts, of, cached)
+    return SoonestAnswer().choose(facts, of, cached)
 
 
 def test_a_cached_prefix_wins_while_the_wait_for_it_is_shorter_than_computing_it():
@@ -102,7 +102,6 @@ def test_the_rules_it_is_measured_against_choose_as_they_are_named():
     assert PrefixOnly().choose(ASKED, three, {0: 16}) == 0 and PrefixOnly().choose(ASKED, three, {}) == 1
     turns = RoundRobin()
     assert [turns.choose(ASKED, three, {}) for _ in range(4)] == [0, 1, 2, 0]
-    least = LeastWork()
-    least.work.update({0: 5.0, 1: 2.0})
-    assert least.choose(ASKED, three, {}) == 2
+    three[0].work, three[1].work = 5.0, 2.0
+    assert LeastWork().choose(ASKED, three, {}) == 2
     assert all(policy().choose(ASKED, three[:1], {}) == 0 for policy in POLICIES.values())

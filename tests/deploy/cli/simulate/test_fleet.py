@@ -29,14 +29,14 @@ def test_each_rule_has_a_row_and_two_processes_give_the_figures_of_one(
 ):
     fleet = ["simulate", *files, "--fleet", "4", "--kill", "1@0.9s", "--restart-s", "0.5"]
     figures = []
-    for count, policy in (("1", "all"), ("2", "millrace")):
+    for count, policy in (("1", "all"), ("2", "soonest")):
         save = tmp_path / f"result{count}.json"
         assert main([*fleet, "--policy", policy, "--processes", count, "--save-result", str(save)]) == 0
         figures.append(orjson.loads(save.read_bytes()))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[-3:] == ["cached", "max/mean", "resumed"]
     rules = [line.split()[0] for line in lines[1:5]]
-    assert rules == ["policy=millrace", "policy=least-work", "policy=round-robin", "policy=prefix-only"]
+    assert rules == ["policy=soonest", "policy=least-work", "policy=round-robin", "policy=prefix-only"]
     assert figures[0][:1] == figures[1]
     assert all(row["finished"] == 50 and row["engines"] == 4 for row in figures[0])
     assert figures[0][0]["cached_tokens"] > figures[0][2]["cached_tokens"] and figures[0][2]["resumed"] > 0
@@ -47,7 +47,7 @@ def test_each_rule_has_a_row_and_two_processes_give_the_figures_of_one(
     [
         (["--fleet", "0"], "--fleet 0: must be 1 to 4096"),
         (["--fleet", "2", "--processes", "0"], "--processes 0: must be 1 to 4096"),
-        (["--fleet", "2", "--policy", "best"], "'best' is no rule; must be of millrace, least-work,"),
+        (["--fleet", "2", "--policy", "best"], "'best' is no rule; must be of soonest, least-work,"),
         (["--fleet", "2", "--kill", "2@1"], "--kill 2@1: must be of the engines 0 to 1, at 0 seconds or later"),
         (["--fleet", "2", "--kill", "0"], "--kill 0: must be ENGINE@SECONDS"),
         (["--fleet", "2", "--set", "scheduler=fifo"], "leave out scheduler"),

@@ -1,0 +1,94 @@
+"""`Router`: chooses the engine of each request, by what the engines have told and what was sent to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .engine_load import EngineLoad, EngineView
+from .policies import LeastWork, RoutingPolicy
+from .prefix_index import PrefixIndex
+from .score import RequestFacts, prompt_s
+
+EXPECTED_S = 30.0  # for how long the blocks of a prompt are expected at the engine it was sent to
+FIRST_ANSWER = 256.0  # tokens expected of an answer before any has ended
+MEMORY = 0.99  # of the mean length of answers: the weight of those before
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """What a router asks of a request."""
+
+    num_prompt: int  # tokens
+    keys: Sequence[bytes] = ()  # of the full blocks of its prompt; (): nothing is looked up
+    max_answer: int | None = None  # tokens; None: unknown
+    num_choices: int = 1
+    sticky_key: bytes = b""  # as in `RequestFacts`
+
+
+class Router:
+    """Chooses by `policy` among engines, which are numbered. Those that have not reported yet get the least work."""
+
+    def __init__(self, policy: RoutingPolicy, block_size: int) -> None:
+        self.views: dict[int, EngineView] = {}
+        self.num_found = 0  # tokens of prompts that were expected in the cache of the engine chosen
+        self._policy = policy
+        self._unheard = LeastWork()
+        self._block_size = block_size
+        self._index = PrefixIndex()
+        self._answer = FIRST_ANSWER  # mean tokens of answers
+
+    def view(self, engine: int) -> EngineView:
+        """What is known of an engine."""
+        view = self.views.get(engine)
+        if view is None:
+            view = self.views[engine] = EngineView(engine)
+        return view
+
+    def choose(self, request: RoutedRequest, engines: Iterable[int], now_s: float) -> int:
+        """One of the engines, at least one. Call `note_sent` when the request is sent there."""
+        views = [self.view(engine) for engine in engines]
+        if len(views) == 1:
+            return views[0].engine
+        facts = RequestFacts(request.num_prompt, self._expected(request), request.num_choices, request.sticky_key)
+        if any(view.load is None for view in views):
+            return self._unheard.choose(facts, views, {})
+        runs = self._index.runs(request.keys, (view.engine for view in views), now_s)
+        cached = {engine: run * self._block_size for engine, run in runs.items()}
+        return self._policy.choose(facts, views, cached)
+
+    def note_sent(self, engine: int, request: RoutedRequest, now_s: float) -> None:
+        """A request was sent to an engine, chosen here or not."""
+        view, seconds = self.view(engine), 0.0
+        if view.load is not None:
+            found = self._index.runs(request.keys, (engine,), now_s)[engine] * self._block_size
+            self.num_found += found
+            seconds = prompt_s(view.load.costs, request.num_prompt, found, view.load.token_budget)
+        if request.keys:
+            self._index.expect(engine, request.keys, now_s, now_s + EXPECTED_S)
+        view.note_sent(seconds, request.num_prompt, request.num_choices)
+
+    def note_load(self, engine: int, load: EngineLoad) -> None:
+        """An engine has reported its work."""
+        self.view(engine).note_load(load)
+
+    def note_keys(self, engine: int, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """An engine's cache has gained and lost the blocks of these keys."""
+        self._index.add(engine, added)
+        self._index.remove(engine, removed)
+
+    def note_answer(self, num_tokens: int) -> None:
+        """An answer has ended with so many tokens."""
+        self._answer = MEMORY * self._answer + (1 - MEMORY) * num_tokens
+
+    def drop(self, engine: int) -> None:
+        """An engine is lost, with all that it had cached; one that takes its place begins anew."""
+        self._index.drop(engine)
+        self.views.pop(engine, None)
+
+    def held_by(self, engine: int) -> set[bytes]:
+        """The keys of the blocks that an engine has told of."""
+        return self._index.held_by(engine)
+
+    def _expected(self, request: RoutedRequest) -> float:
+        return self._answer if request.max_answer is None else min(self._answer, request.max_answer)

@@ -142,8 +142,13 @@ class EngineSettings:
     data_parallel_size: int = _DEVICE.setting(
         1,
         "engine processes, each with all of the model, and its share of the CPUs or its own GPU; each request goes to "
-        "the one with the least work, and to another one if that dies",
+        "one of them, and to another one if that dies",
         unit="processes",
+    )
+    routing_policy: Literal["soonest", "least-work", "round-robin", "prefix-only"] = _DEVICE.setting(
+        "soonest",
+        "which engine process gets a request: soonest: the one that answers it first, by its load and cached prefixes; "
+        "least-work: the fewest tokens; round-robin; prefix-only: the longest cached prefix",
     )
 
     ray_address: str | None = _RAY.setting(

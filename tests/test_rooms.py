@@ -61,7 +61,7 @@ BELOW = {
     "stages/intake": "stages",
     "stages/schedule/step_timing": "stages",
     "stages/schedule": "stages stages/schedule/step_timing",
-    "stages/routing": "stages/schedule/step_timing",
+    "stages/routing": "stages/schedule stages/schedule/step_timing",
     "stages/tokenize": "stages",
     "stages/execute": "stages stages/device",
     "stages/executor": "stages",
@@ -82,9 +82,10 @@ BELOW = {
     "stages/recordings stages/beam_search stages/loading",
     "stages/evaluation": "stages stages/device stages/execute stages/loading",
     "stages/split": "stages stages/adapters stages/allocate stages/device stages/exit stages/grammar stages/schedule "
-    "stages/executor stages/sample stages/recordings stages/beam_search "
+    "stages/schedule/step_timing stages/routing stages/executor stages/sample stages/recordings stages/beam_search "
     "stages/loading stages/engine",
-    "stages/fleet": "stages stages/engine stages/executor stages/exit stages/grammar stages/split",
+    "stages/fleet": "stages stages/allocate stages/engine stages/executor stages/exit stages/grammar stages/routing "
+    "stages/split",
     "stages/testing/scripted": "stages stages/allocate stages/device stages/grammar stages/schedule stages/sample "
     "stages/backends/cuda stages/engine",
     "stages/testing": "stages/testing/scripted",

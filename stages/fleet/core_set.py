@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Sequence
 
 from ..messages import TokenRequest
+from ..routing.router import RoutedRequest
 from ..split.engine_core import EngineCore
 from .dispatcher import CoreLoad, choose
 from .fleet_requests import FleetRequests
+from .fleet_router import FleetRouter
 
 
 class CoreSet:
@@ -17,8 +19,9 @@ class CoreSet:
     A send never waits, so a process is not lost between its choice and the send.
     """
 
-    def __init__(self, cores: Sequence[EngineCore], table: FleetRequests) -> None:
-        self.cores, self._table = cores, table
+    def __init__(self, cores: Sequence[EngineCore], table: FleetRequests, router: FleetRouter | None = None) -> None:
+        """`router` None: the process with the least work gets a request."""
+        self.cores, self._table, self._router = cores, table, router
         self.only: EngineCore | None = None  # that gets all requests, during its warm-up
         self.next_change = asyncio.Event()
         for core in cores:
@@ -29,20 +32,25 @@ class CoreSet:
         return [core for core in self.cores if core.is_serving]
 
     def place(self, prompt: TokenRequest) -> bool:
-        """Sends a prompt where the others of its request are, or to the process with the least work that is heard.
+        """Sends a prompt where the others of its request are, or to the process that the router chooses.
 
         False if no process takes it now. A prompt whose request waits to be resumed waits with it.
         """
+        routed = None if self._router is None else self._router.routed(prompt)
         if prompt.request_id not in self._table:
-            index = choose(self._loads(adapter_of(prompt)))
+            loads = self._loads(adapter_of(prompt))
+            index = choose(loads) if self._router is None or routed is None else self._router.choose(routed, loads)
         elif (index := self._table.core_of(prompt.request_id)) is None:
             self._table.sent(prompt, None)
             return True
-        return index is not None and self.send(prompt, self.cores[index])
+        return index is not None and self.send(prompt, self.cores[index], routed)
 
-    def send(self, prompt: TokenRequest, core: EngineCore) -> bool:
+    def send(self, prompt: TokenRequest, core: EngineCore, routed: RoutedRequest | None = None) -> bool:
         """Sends a prompt to one process. False if that does not take it now."""
-        return core.is_serving and core.requests.try_send(prompt)
+        is_sent = core.is_serving and core.requests.try_send(prompt)
+        if is_sent and self._router is not None:
+            self._router.note_sent(core.index, self._router.routed(prompt) if routed is None else routed)
+        return is_sent
 
     def has_room(self, core: EngineCore) -> bool:
         """Whether a process takes a prompt now."""

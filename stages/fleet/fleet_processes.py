@@ -1,6 +1,6 @@
 """`FleetProcesses`: an engine whose step loop runs in several processes, each with all of the model.
 
-Requests go to the process with the least work. When a process dies, its requests go on in the others, and another one
+Requests go to the process that answers soonest. When a process dies, its requests go on in the others, and another one
 takes its place. No token is sent twice. All code here runs on the front process's event loop.
 """
 
@@ -24,15 +24,18 @@ from ..errors import ConfigError
 from ..grammar.compiled import Grammars
 from ..outputs import ModelInfo
 from ..pipeline import TO_CORES, build_fleet_pipeline
+from ..routing.engine_load import EngineLoad
 from ..split.engine_core import CoreOwner, EngineCore
 from ..split.front import CORE, FrontStages
 from ..split.process_client import EngineClient
 from ..split.processes import STALL_S, Gone, StartAgain
 from ..split.protocol import EngineReady
+from ..split.router_reports import KeyChange
 from .core_keeper import CoreKeeper
 from .core_set import CoreSet
 from .fleet_adapters import FleetAdapters
 from .fleet_requests import FleetRequests
+from .fleet_router import FleetRouter
 from .front import DISPATCHED, FleetStages, dispatched_status, make_merged
 from .hosts import HereHosts, MakeHosts
 from .merged_status import merged, remains
@@ -81,7 +84,11 @@ class FleetProcesses:
             )
             for index, place in enumerate(self.hosts.places())
         ]
-        self._set = CoreSet(self.cores, self.table)
+        prefix_key = setup.env.secret("prefix.secret", 16)
+        self.router = FleetRouter(setup.config.routing_policy, prefix_key, setup.env.now)
+        for core in self.cores:
+            core.prefix_key = prefix_key
+        self._set = CoreSet(self.cores, self.table, self.router)
         self.adapters = FleetAdapters(self.cores, self._core_changed)
 
     @property
@@ -125,7 +132,9 @@ class FleetProcesses:
         )
 
     def make_front(self, loaded: LoadedText, grammars: Grammars) -> FrontStages:
-        self._front = FleetStages(self._setup.config, loaded, grammars, self.table, self._set, self._merged)
+        made = (self._setup.config, loaded, grammars, self.table, self._set, self._merged)
+        self._front = FleetStages(*made, self.router.note_answer)
+        self.router.open(loaded.info.block_size, has_prefixes=self._setup.config.enable_prefix_caching)
         return self._front
 
     @contextmanager
@@ -195,6 +204,7 @@ class FleetProcesses:
         if (report := self._reports.pop(core.index, None)) is not None:
             self._ended = merged({0: remains(report)}, [] if self._ended is None else [self._ended], 0)
             self._is_merged = False
+        self.router.drop(core.index)
         self._set.note_change()
 
     def _core_changed(self) -> None:
@@ -252,6 +262,9 @@ class FleetProcesses:
         assert core.report is not None
         self._reports[core.index] = core.report
         self._is_merged = False
+
+    def note_router_report(self, core: EngineCore, report: EngineLoad | KeyChange) -> None:
+        self.router.note_report(core.index, report)
 
     def report(self) -> CoreReport | None:
         """One report of those of all processes. It takes half a millisecond if there is a new one."""

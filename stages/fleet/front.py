@@ -34,8 +34,9 @@ class FleetStages(FrontStages):
         table: FleetRequests,
         cores: CoreSet,
         merged: MergedChannel,
+        on_answer: Callable[[int], object] = int,
     ) -> None:
-        self.dispatch, self.merge = Dispatch(cores), Merge(config.max_num_seqs)
+        self.dispatch, self.merge = Dispatch(cores), Merge(config.max_num_seqs, on_answer)
         super().__init__(joint_config(config), loaded, grammars, table, None, merged)
 
     def _make_pipeline(self) -> Pipeline:

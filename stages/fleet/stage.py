@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Never
 
@@ -45,11 +45,15 @@ class Merge(Stage[CoreTokens, StepTokens]):
     it has seen.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
+    def __init__(self, num_slots: int, on_answer: Callable[[int], object] = int) -> None:
+        """`on_answer` is called with the number of tokens of each answer that ends."""
+        self._num_slots, self._on_answer = num_slots, on_answer
 
     async def handle(self, batch: Sequence[CoreTokens], out: Outlet[StepTokens]) -> None:
         for item in batch:
+            if item.tokens.finishes.any():
+                for place in item.tokens.places[item.tokens.finishes != 0].tolist():
+                    self._on_answer(place + 1)
             out.send(self.shifted(item.tokens, item.core * self._num_slots) if item.core else item.tokens)
 
     @staticmethod

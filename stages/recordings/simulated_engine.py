@@ -23,9 +23,9 @@ from ..messages import AdapterRef, Indices, Prompt, Request, StepDone, StepPlan,
 from ..params import SamplingParams
 from ..request_limits import RequestLimits
 from ..routing.engine_load import EngineLoad
+from ..routing.reported_load import load_of
 from ..schedule.policy import Policy
 from ..schedule.step_timing.step_time_model import StepTimeCosts
-from ..schedule.work_left import WorkLeft
 from .cost_model import CostModel
 from .format import RecordedEngine
 from .repetition import Repetition
@@ -148,19 +148,7 @@ class SimulatedEngine:
         costs = StepTimeCosts(
             model.step_s, model.prefill_token_s, model.prefill_pair_s, model.decode_row_s, model.decode_context_s
         )
-        left, budget = WorkLeft.of(scheduler), scheduler.limits.max_num_batched_tokens
-        return EngineLoad(
-            self.num_expected,
-            left.prompt_s(costs, budget),
-            left.num_rows,
-            left.num_waiting,
-            left.context_tokens,
-            left.waiting_tokens,
-            pool.num_blocks * pool.block_size,
-            scheduler.limits.max_num_seqs,
-            budget,
-            costs,
-        )
+        return load_of(scheduler, costs, pool.num_blocks * pool.block_size, self.num_expected)
 
     def take_ended(self) -> list[int]:
         """The requests that have ended since the last call, by number."""

@@ -22,7 +22,7 @@ from .sequence import Sequence, State
 from .service_order import SteadyDemand, TokenDemand
 from .speculation import Speculation
 from .step_timing.step_budget import StepBudget
-from .step_timing.step_time_model import StepContents
+from .step_timing.step_time_model import StepContents, StepTimeModel
 
 MAX_VOIDS_ALONE = 2  # steps that may fail with this sequence alone in them, before it fails for good
 LOAD_FAILED = "adapter_load_failed"  # code of the error
@@ -72,7 +72,8 @@ class Scheduler:
         self._completed: list[StepDone] = []  # for the next plan, like the next line
         self._voided: list[int] = []
         target_s, most = limits.itl_target_ms / 1e3, limits.max_num_batched_tokens
-        self._step_size = StepBudget(target_s, most) if target_s else None  # None: always `most`
+        self.costs = StepTimeModel() if target_s else None  # of steps; None: nobody asks for them
+        self._step_size = StepBudget(target_s, most, self.costs) if target_s else None  # None: always `most`
         most_each = limits.block_size - 1  # prefix cache reads at most one block of tokens per sequence and step
         self.speculation = Speculation(limits.num_speculative_tokens, most_each, limits.steps_in_flight)
         self._admitter = Admitter(self.lifecycle, limits.block_size)
@@ -107,6 +108,10 @@ class Scheduler:
         if running is None or step_size is None or running.contents is None or running.generation != self._generation:
             return 0.0
         return step_size.expected_s(running.contents)
+
+    def learn_costs(self) -> None:
+        """Learns what steps cost, if it does not yet."""
+        self.costs = self.costs or StepTimeModel()
 
     @property
     def is_asking(self) -> bool:
@@ -244,8 +249,8 @@ class Scheduler:
         unserved = [] if self.adapters is None else self.adapters.note_done(done.step, done.failed_loads)
         for sequence in unserved:
             self.end(sequence.sequence_id)
-        if self._step_size is not None and flight.contents is not None and done.took_us:
-            self._step_size.note(flight.contents, done.took_us / 1e6)
+        if self.costs is not None and flight.contents is not None and done.took_us:
+            self.costs.note(flight.contents, done.took_us / 1e6)
         self._row_limit = min(self.limits.max_num_seqs, 2 * self._row_limit)
         if not self.slots.knows_all(done.slots, done.sequence_ids):
             known = self.slots.knows(done.slots, done.sequence_ids)
@@ -394,7 +399,7 @@ class Scheduler:
         steady = self._planner.steady_if_granted(report)
         if steady is not None:
             contents = None
-            if self._step_size is not None:
+            if self.costs is not None:
                 contents = StepContents(num_decode=len(plan.slots), num_context=steady.num_context)
             self._flights.append(StepInFlight(report.step, plan.generation, plan.slots, contents))
             steady.note_granted(table)
@@ -409,7 +414,7 @@ class Scheduler:
             drafted = {slot: count for slot, count in zip(slots.tolist(), more.tolist(), strict=True) if count}
             granted = np.minimum(granted, wanted)
         contents = None
-        if self._step_size is not None:
+        if self.costs is not None:
             starts = table.num_computed[slots] + num_cached
             contents = StepContents.of(starts, granted, num_drafts=sum(drafted.values()))
         self._flights.append(StepInFlight(report.step, plan.generation, slots, contents, drafted))

@@ -83,6 +83,7 @@ class EngineCore:
         start_host: StartHost | None = None,
     ) -> None:
         self.index = index
+        self.prefix_key: bytes | None = None  # as of `Setup`
         sent = partial(table.sent, core=index)
         self.requests: OutboundChannel[TokenRequest] = OutboundChannel(
             "->".join(TO_SCHEDULE), ENTRY_CAPACITY, owner.env.now, sent, owner.refuse
@@ -134,7 +135,8 @@ class EngineCore:
             start_host=self._start_host,
         )
         first_step = self.last_step + STEPS_APART if first_step is None else first_step
-        setup = Setup(config, logs.settings(), first_step, self._model_files, self._cpus, is_elsewhere)
+        made = (config, logs.settings(), first_step, self._model_files, self._cpus, is_elsewhere, self.prefix_key)
+        setup = Setup(*made)
         ready = await client.start(setup, self.files)
         self.info = ready.info
         if self._model_files is None:

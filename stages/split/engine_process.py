@@ -67,6 +67,7 @@ from .protocol import (
     StatusReply,
     Stop,
 )
+from .router_reports import RouterReports
 
 PROGRESS_S = 0.5  # between two messages about loading
 
@@ -101,6 +102,7 @@ class EngineProcess:
         self._core: CoreStages | None = None
         self._pipeline: Pipeline | None = None
         self._recorder: RecordingWriter | None = None
+        self._router_reports: RouterReports | None = None  # of a front that routes
         self._grammars: CompiledGrammars | None = None
         self._adapters: CoreAdapters | None = None
         self._readings: set[asyncio.Task[None]] = set()  # of adapters
@@ -202,10 +204,12 @@ class EngineProcess:
     async def _start_stages(self, setup: Setup, loaded: Any, device: Device) -> None:
         if not loaded.info.num_blocks:
             raise not_for_encoders(setup.config)
-        secret = self._env.secret("prefix.secret", 16)
+        secret = self._env.secret("prefix.secret", 16) if setup.prefix_key is None else setup.prefix_key
         if processors := load_processors(setup.config.logits_processor):
             loaded.sampler.use(ProcessorChain(processors))
         core = self._core = CoreStages(setup.config, loaded, device, secret, setup.first_step)
+        if setup.prefix_key is not None:
+            self._router_reports = RouterReports(core)
         core.schedule.on_start.append(self._admitted)
         if (lines := core.schedule.scheduler.adapters) is not None:
             slots = lines.slots
@@ -262,6 +266,8 @@ class EngineProcess:
 
     def _arrived(self, request: TokenRequest) -> None:
         self._exit.take(request)
+        if self._router_reports is not None:
+            self._router_reports.num_seen += 1
         if self._pipeline is not None and self._pipeline.watch is not None:
             self._pipeline.watch.wake()
         if self._grammars is not None and request.params.structured_outputs is not None:
@@ -319,6 +325,12 @@ class EngineProcess:
         if (moved := self._moved()) != self._last_moved:
             self._last_moved = moved
             self._send_status()
+        self._report_to_router()
+
+    def _report_to_router(self) -> None:
+        if self._router_reports is not None:
+            for report in self._router_reports.new():
+                self._post(report)
 
     def _dead(self) -> None:
         """Reports at once that a stage has failed for good, and ends the process."""

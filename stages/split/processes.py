@@ -16,6 +16,7 @@ from ..engine.wiring import LoadedText, sketch
 from ..grammar.compiled import Grammars
 from ..outputs import ModelInfo
 from ..pipeline import TO_SCHEDULE, build_front_pipeline
+from ..routing.engine_load import EngineLoad
 from .engine_core import CoreOwner, EngineCore
 from .front import FrontStages
 from .inflight_requests import InflightRequests
@@ -23,6 +24,7 @@ from .process_client import EngineClient
 from .process_keeper import ProcessKeeper
 from .protocol import EngineReady
 from .remote_adapters import AdaptersThere
+from .router_reports import KeyChange
 
 STALL_S = 300.0  # without progress, though it sends messages: it is replaced; a large step on a slow machine is shorter
 
@@ -115,6 +117,9 @@ class Processes(Protocol):
     def note_report(self, core: EngineCore) -> None:
         """A process has reported the state of its step loop."""
 
+    def note_router_report(self, core: EngineCore, report: EngineLoad | KeyChange) -> None:
+        """A process has reported its load, or what it has cached."""
+
     def report(self) -> CoreReport | None:
         """The state of all step loops, as of one; None before the first report."""
 
@@ -203,6 +208,9 @@ class OneProcess:
     def note_report(self, core: EngineCore) -> None:
         if core.report is not None and core.report.core.cache.blocks is not None:
             self.blocks = core.report.core.cache.blocks
+
+    def note_router_report(self, core: EngineCore, report: EngineLoad | KeyChange) -> None:
+        """There is nothing to choose."""
 
     def report(self) -> CoreReport | None:
         return self._core.report

@@ -3,7 +3,8 @@
     Setup, RequestsEnded, ControlCauses, StatusQuery,
     ReadAdapter, DropAdapter, Stop                             front  -> engine
     EngineReady, ModelLoading, NotStarted, RequestFailed,
-    ServiceTimes, Admitted, Crashed, Broken, StatusReply, CoreReport         engine -> front
+    ServiceTimes, Admitted, Crashed, Broken, StatusReply, CoreReport,
+    EngineLoad, KeyChange                                                    engine -> front
 
 Plain data. The items are `TokenRequest` and `StepTokens`, from `stages/messages.py`. `CODEC` lists all types sent.
 """
@@ -41,7 +42,10 @@ from ..messages import (
 from ..outputs import CaptureReport, GraphBatch, ModelInfo, WeightUse
 from ..params import SamplingParams, ThinkingBudget
 from ..pooling_params import PoolingParams
+from ..routing.engine_load import EngineLoad
+from ..schedule.step_timing.step_time_model import StepTimeCosts
 from ..structured_outputs import StructuredOutputs, ThinkingSection
+from .router_reports import KeyChange
 
 # -- start and stop
 
@@ -56,6 +60,8 @@ class Setup:
     files: Mapping[str, str] | None = None  # digests of the model's files that must be loaded; None: any
     cpus: Sequence[int] = ()  # that the process may run on; (): all
     is_elsewhere: bool = False  # perhaps on another machine, whose files have other times
+    # of all engine processes of a front, which routes by what they report; None: one of its own, and no reports
+    prefix_key: bytes | None = None
 
 
 @message
@@ -242,7 +248,7 @@ CODEC = Codec(
         *(Setup, EngineReady, ModelLoading, LoadState, NotStarted, Stop, Broken, Crashed, EngineConfig),
         *(ModelInfo, WeightUse, Rates, MemoryTable, MemoryUse, MachineMemory, PoolingConfig, CaptureReport, GraphBatch),
         *(RequestsEnded, ControlCauses, RequestFailed, ServiceTimes, Admitted, StatusQuery, StatusReply, Fault),
-        *(ReadAdapter, AdapterCard, DropAdapter),
+        *(ReadAdapter, AdapterCard, DropAdapter, EngineLoad, StepTimeCosts, KeyChange),
         *STATUS_TYPES,
         *(ChannelStats, KVLayout, KVKind),
     ]

@@ -37,6 +37,7 @@ from ..errors import ConfigError, Failed
 from ..exit.outboxes import RequestOutbox
 from ..messages import TokenRequest
 from ..outputs import ModelInfo
+from ..routing.engine_load import EngineLoad
 from ..schedule.scheduler import LOAD_FAILED
 from .engine_core import EngineCore
 from .front import CORE, FrontStages, TriedGrammars, join_with_loop
@@ -53,6 +54,7 @@ from .protocol import (
     ServiceTimes,
     engine_side_error,
 )
+from .router_reports import KeyChange
 
 SUSPECT_S = 2.0  # without progress: it is asked for the stacks of its tasks
 REFRESH_S = 0.5  # that `refresh` waits for new state
@@ -293,6 +295,8 @@ class RemoteCore:
             case CoreReport():
                 core.note_report(word)
                 self.processes.note_report(core)
+            case EngineLoad() | KeyChange():
+                self.processes.note_router_report(core, word)
             case ServiceTimes():
                 for request_id, service_us in word.times_us.items():
                     front.exit.note_service(request_id, word.stage, service_us)

@@ -6,7 +6,8 @@ starts fail, and a request kills each process that runs it. Answers are hashes, 
 besides those of `world.py`:
 
     I15  a request is in no more than one process whose link is open, and in none that is known to be lost
-    I16  at rest no process knows a request, and the front's table is empty
+    I16  at rest no process knows a request, the front's table is empty, and its index has the keys that each process
+         has cached
     I17  the first new token of a resumed answer is the next one
     I18  nothing is left on the edges of a lost link
     I19  a process that serves gets requests: none fails, and none is refused, while one is left
@@ -38,6 +39,7 @@ from millrace.stages.messages import StepTokens, TokenRequest
 from millrace.stages.outputs import ModelInfo
 from millrace.stages.split.engine_core import EngineCore
 from millrace.stages.split.remote_core import RemoteCore
+from millrace.stages.split.router_reports import KEY_BYTES
 from millrace.stages.testing.scripted.engine import _async_model, _check_violations, _device, _loaded, _model, _resolved
 from tests.simulation.memory_link import MemoryChild, in_memory
 from tests.simulation.setups import POLICIES as ONE_PROCESS
@@ -185,6 +187,9 @@ class FleetWorld(World):
         while True:
             await self.env.sleep(TICK_S)
             self.engine.core.check_processes(0.0)
+            for child in self.children:  # the watch of a pipeline does not tick in virtual time
+                if not child.is_killed:
+                    child.process._report_to_router()
             self.check_owners()
 
     # -- strikes
@@ -293,8 +298,19 @@ class FleetWorld(World):
             depths = {name: len(channel) for name, channel in process._pipeline.channels.items() if len(channel)}
             _require(not depths, f"{where} has items on {depths}")
             process._core.allocate.allocator.check()
+            self._check_keys(core.index, process._core.allocate.allocator.cache)
             scheduler.check()
             _check_violations(child.model)
+
+    def _check_keys(self, core: int, cache: Any) -> None:
+        held = (
+            set()
+            if cache is None
+            else {key[:KEY_BYTES] for tier in (cache._device, cache._host) for key in tier.blocks}
+        )
+        told = self.engine.core.processes.router.held_by(core)
+        _require(told == held, f"I16: {len(told)} keys are indexed of process {core}, which has cached {len(held)}")
+        self.report.states["keys"] += len(held)
 
     def _allowed_outcomes(self) -> set[str]:
         return {Failed.__name__}

@@ -45,11 +45,12 @@ class StepBudget:
     `MOST_STRETCH`.
     """
 
-    def __init__(self, target_s: float, most: int) -> None:
+    def __init__(self, target_s: float, most: int, costs: StepTimeModel | None = None) -> None:
+        """`costs` None: it keeps its own, which `note` is to be told."""
         self.target_s = target_s
         self.most = most  # tokens of a step
         self.last = most  # the last budget chosen
-        self._costs = StepTimeModel()
+        self._costs = StepTimeModel() if costs is None else costs
 
     def note(self, contents: StepContents, seconds: float) -> None:
         """Records the duration of a step."""

@@ -1,0 +1,77 @@
+"""The router of a fleet: from prompts and reports of engine processes to the process that gets a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..allocate.prefix_cache import PrefixCache
+from ..messages import TokenRequest
+from ..routing.engine_load import EngineLoad
+from ..routing.policies import POLICIES
+from ..routing.router import RoutedRequest, Router
+from ..split.router_reports import KEY_BYTES, KeyChange, unpacked
+from .dispatcher import CoreLoad, choose
+
+
+class FleetRouter:
+    """Chooses among the engine processes that may take a request, by the rule of this name.
+
+    `prefix_key` is the one that the processes have, so that blocks have the same keys in all of them and here.
+    """
+
+    def __init__(self, policy: str, prefix_key: bytes, clock: Callable[[], float]) -> None:
+        self.prefix_key = prefix_key
+        self._policy, self._clock = policy, clock
+        self._router: Router | None = None
+        self._keys: PrefixCache | None = None
+
+    def open(self, block_size: int, *, has_prefixes: bool) -> None:
+        """The engines are known: the size of their blocks, and whether they have a prefix cache."""
+        self._router = Router(POLICIES[self._policy](), block_size)
+        self._keys = PrefixCache(block_size, self.prefix_key) if has_prefixes else None
+
+    def routed(self, prompt: TokenRequest) -> RoutedRequest:
+        """What the rule asks of a prompt."""
+        keys: Sequence[bytes] = ()
+        if self._keys is not None and prompt.pooling is None:
+            adapter = "" if prompt.adapter is None else prompt.adapter.digest
+            whole = self._keys.keys_of(prompt.token_ids, prompt.cache_salt, adapter=adapter)
+            keys = [key[:KEY_BYTES] for key in whole]
+        return RoutedRequest(len(prompt.token_ids), keys, prompt.params.max_tokens, prompt.params.n)
+
+    def choose(self, routed: RoutedRequest, loads: Sequence[CoreLoad]) -> int | None:
+        """The index of one of the processes with these loads; None if there is none."""
+        if self._router is None or len(loads) < 2:
+            return choose(loads)
+        for load in loads:
+            view = self._router.view(load.core)
+            view.work, view.num_requests = load.work, load.num_requests
+        return self._router.choose(routed, [load.core for load in loads], self._clock())
+
+    def note_sent(self, core: int, routed: RoutedRequest) -> None:
+        """A prompt was sent to a process."""
+        if self._router is not None:
+            self._router.note_sent(core, routed, self._clock())
+
+    def note_report(self, core: int, report: EngineLoad | KeyChange) -> None:
+        """A process has reported. Raises ValueError for what is no report."""
+        if self._router is None:
+            return
+        if isinstance(report, EngineLoad):
+            self._router.note_load(core, report)
+        else:
+            self._router.note_keys(core, unpacked(report.added), unpacked(report.removed))
+
+    def note_answer(self, num_tokens: int) -> None:
+        """An answer has ended with so many tokens."""
+        if self._router is not None:
+            self._router.note_answer(num_tokens)
+
+    def drop(self, core: int) -> None:
+        """A process is lost; its successor begins anew."""
+        if self._router is not None:
+            self._router.drop(core)
+
+    def held_by(self, core: int) -> set[bytes]:
+        """The keys of the blocks that a process has told of."""
+        return set() if self._router is None else self._router.held_by(core)

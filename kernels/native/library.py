@@ -263,6 +263,8 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_get_matrix.restype = c_int32
     library.millrace_weights_bytes.argtypes = [model]
     library.millrace_weights_bytes.restype = c_int64
+    library.millrace_token_weights_bytes.argtypes = [model]
+    library.millrace_token_weights_bytes.restype = c_int64
     library.millrace_screen_bytes.argtypes = [model]
     library.millrace_screen_bytes.restype = c_int64
     library.millrace_is_split_by_rows.argtypes = [model]

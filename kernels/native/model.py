@@ -343,6 +343,11 @@ class NativeModel:
         return int(self._library.millrace_weights_bytes(self._model))
 
     @property
+    def token_weights_bytes(self) -> int:
+        """Memory of the packed weights without experts that a token does not go to: what a step of one token reads."""
+        return int(self._library.millrace_token_weights_bytes(self._model))
+
+    @property
     def screen_bytes(self) -> int:
         """Memory of the argmax screen: an int8 copy of the head; 0: there is none.
 

@@ -1,6 +1,6 @@
 """What a step with experts takes on a CPU, beside the time in which memory gives the bytes that its tokens use.
 
-    python -m tests.bench.experts_speed [--layers 16] [--rounds 5] [--bits 4] [--json results.json]
+    python -m tests.bench.experts_speed [--layers 16] [--rounds 5] [--bits 4] [--one] [--json results.json]
 
 OLMoE's shape with random weights in groups of 32 codes, its head in 8 bits; the native step alone, without an engine
 around it. `active_mb` is what a step of one token reads: all matrices but those of experts, those of its own experts,
@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.bench.throughput import read_bandwidth_gb_s
 from tests.kernels.layout.test_grouped_codes import random_codes
 
 BLOCK_SIZE, CONTEXT, STEPS = 16, 256, 8
-BATCHES, PROMPT = (1, 2, 4, 8, 32), 256
+BATCHES, PROMPT = (1, 2, 4, 8, 32), 256  # rows of a step; 1 is always measured
 GROUP = 32
 
 
@@ -138,14 +139,16 @@ def _size(shape: NativeShape, name: str) -> int:
     return experts.intermediate_size if experts and is_inner else shape.hidden_size
 
 
-def measure(subject: Subject, rounds: int) -> dict[str, Any]:
+def measure(subject: Subject, rounds: int, batches: Sequence[int], has_prompt: bool) -> dict[str, Any]:
     """Medians over rounds; ms of each load, and where a step of one token spends its time."""
     times: dict[str, list[float]] = {}
     shares, bandwidths, phases = [], [], []
     for number in range(rounds + 1):  # the first one warms up
         bandwidth = read_bandwidth_gb_s()
-        loads = {f"decode {batch}": (lambda batch=batch: subject.decode_s(batch)) for batch in BATCHES}
-        for load, run in {**loads, f"prompt {PROMPT}": subject.prompt_s}.items():
+        loads = {f"decode {batch}": (lambda batch=batch: subject.decode_s(batch)) for batch in (1, *batches)}
+        if has_prompt:
+            loads[f"prompt {PROMPT}"] = subject.prompt_s
+        for load, run in loads.items():
             before = subject.phases.copy()
             seconds = run()
             if number > 0:
@@ -173,9 +176,11 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--one", action="store_true", help="steps of one token alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = measure(Subject(olmoe(options.layers), options.bits, options.threads), options.rounds)
+    subject = Subject(olmoe(options.layers), options.bits, options.threads)
+    found = measure(subject, options.rounds, () if options.one else BATCHES[1:], not options.one)
     print(json.dumps(found, indent=1))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -84,10 +84,10 @@ DEVICE: Mapping[str, Row] = {
     ),
     "--distributed-executor-backend": Renamed("--executor", {"mp": "process", "uni": "auto"}),
     "--worker-use-ray": Switch(("--executor", "ray")),
-    "--enable-expert-parallel": Unsupported("experts are computed through transformers, on one device; leave it out"),
+    "--enable-expert-parallel": Unsupported("experts are computed on one device; leave it out"),
     **dict.fromkeys(
         ("--enable-eplb", "--eplb-config", "--all2all-backend", "--expert-placement-strategy"),
-        Unsupported("experts are computed through transformers, on one device; leave it out"),
+        Unsupported("experts are computed on one device; leave it out"),
     ),
     "--enable-dbo": Unsupported("a step is one batch; leave it out"),
     "--disable-cascade-attn": Unsupported(

@@ -105,7 +105,9 @@ def load_natively(
         device="cpu",
         dtype=model.dtype,
         quantization=config.quantized_to or (packing if model.formats else None),
-        weights=weight_use(shape, model.weights_bytes, _embedding_bytes(model)),
+        weights=weight_use(
+            shape, model.weights_bytes, _embedding_bytes(model), model.weights_bytes - model.token_weights_bytes
+        ),
         kv_cache_dtype=cache_dtype,
         max_model_len=memory.max_model_len,
         memory=memory,

@@ -43,7 +43,7 @@ from ..cuda.step_update import EndRules
 from ..merged_adapters import merging_of
 from ..rates import measure_rates, measure_token_s
 from ..recurrent_settings import within_state_memory
-from ..weight_use import weight_use
+from ..weight_use import num_idle_weights, weight_use
 from ..weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from .fitted_runner import backend_name, fit_runner, free_bytes, most_rows_of
 from .kv_dtype import check_kv_dtype
@@ -387,4 +387,5 @@ def torch_dtype(config: EngineConfig, own: str) -> torch.dtype:
 def _weight_use(shape: DecoderSpec, dtype: torch.dtype) -> WeightUse:
     """Of numbers in one dtype."""
     num_weights = sum(map(math.prod, expected_shapes(shape).values()))
-    return weight_use(shape, num_weights * dtype.itemsize, shape.vocab_size * shape.hidden_size * dtype.itemsize)
+    embedding, size = shape.vocab_size * shape.hidden_size, dtype.itemsize
+    return weight_use(shape, num_weights * size, embedding * size, num_idle_weights(shape) * size)

@@ -192,6 +192,11 @@ def test_gate_and_up_of_an_expert_are_packed_alike_or_not_at_all() -> None:
     assert formats.keys() - grouped.packable(made.shape, formats, {}, {up: order}).keys() == {gate, up}
 
 
+def test_a_token_reads_its_own_experts_only() -> None:
+    model = Checkpoint.random(layer={"experts": experts(8, 3, 64)}, num_layers=3).load(num_threads=1)
+    assert model.weights_bytes - model.token_weights_bytes == 3 * 5 * 3 * 64 * 64 * 4
+
+
 @pytest.mark.parametrize("bias", [None, -1.0])
 @pytest.mark.parametrize("name", RULES)
 def test_experts_are_chosen_by_the_reference_rule_among_ties_and_below_zero(name: str, bias: float | None) -> None:

@@ -252,6 +252,11 @@ EXPORT int32_t millrace_get_matrix(Model* model, int64_t layer, int32_t kind, in
 
 EXPORT int64_t millrace_weights_bytes(const Model* model) { return model->weights_bytes(); }
 
+// Of these, what a step of one token reads: of experts those of a token. All experts are taken to have equal formats.
+EXPORT int64_t millrace_token_weights_bytes(const Model* model) {
+    return model->weights_bytes(model->max_top_k);
+}
+
 // Memory of the argmax screen, which `millrace_weights_bytes` leaves out.
 EXPORT int64_t millrace_screen_bytes(const Model* model) { return model->screen.num_bytes(); }
 

@@ -9,6 +9,9 @@
 //   down      likewise
 //   combine   of each row the sum over its experts, best first, added to the residual; or a norm of the sum is
 //
+// One row alone is not gathered: each thread norms it for itself, before the router and before gate_up, and splits what
+// it multiplies by down.
+//
 // NOTE: a pair's product does not depend on the expert's other rows, and a row's sum has the order of its own experts. So
 // a row gives the same bits in every batch. Called by Step, on all compute threads.
 
@@ -38,36 +41,84 @@ class ExpertStep {
         Layer& layer = model_.layers[index];
         const Activations<Input>& at = batch.buffers;
         int64_t num_rows = batch.inputs.num_tokens;
+        bool is_one = num_rows == 1 && MAX_ROWS_NORMED_PER_THREAD<Input> > 0 && !layer.shape.experts.scales_input &&
+                      !layer.experts.has_columns;
+        is_one ? run_one(layer, at, times, phases) : run_all(layer, at, num_rows, times, phases);
+        combine(layer, at, num_rows, times, phases);
+    }
+
+  private:
+    void run_all(Layer& layer, const Activations<Input>& at, int64_t num_rows, PhaseTimes& times, Phases& phases) {
         times.run(phases, OTHER, [&](Member member) {
             parallel_for_rows(member, num_rows, [&](int64_t t) {
                 norm_row(at.residual + t * at.hidden_stride, layer.feed_norm(), hidden_, at.normed_floats + t * at.hidden_stride);
             });
         });
-        times.run(phases, LINEARS, [&](Member member) { multiply_router(layer, at, num_rows, member); });
+        times.run(phases, LINEARS, [&](Member member) { multiply_router(layer, at, at.normed_floats, num_rows, member); });
         times.run(phases, OTHER, [&](Member member) { route(layer, at, num_rows, member); });
         times.run(phases, OTHER, [&](Member member) {
-            member.parallel_for(1, 1, [&](int64_t, int64_t, int64_t) {
-                rows_.sort(num_rows, layer.shape.experts, hidden_);
-                link_active(layer);
-            });
+            member.parallel_for(1, 1, [&](int64_t, int64_t, int64_t) { sort(layer, num_rows); });
         });
         times.run(phases, OTHER, [&](Member member) { gather(layer, at, member); });
-        times.run(phases, LINEARS, [&](Member member) { multiply_gate_up(layer, at, member); });
+        times.run(phases, LINEARS, [&](Member member) {
+            multiply_gate_up(layer, at, member, [&](const ActiveExpert& one, const Linear& gate_up) {
+                return inputs_of(at, one, gate_up);
+            });
+        });
         if constexpr (IS_GROUPED<Weight>)
             times.run(phases, OTHER, [&](Member member) { split_inner(layer, at, member); });
-        times.run(phases, LINEARS, [&](Member member) { multiply_down(layer, at, member); });
-        combine(layer, at, num_rows, times, phases);
+        times.run(phases, LINEARS, [&](Member member) {
+            multiply_down(layer, at, member,
+                          [&](const ActiveExpert& one, const Linear& down) { return inner_of(at, one, down); });
+        });
     }
 
-  private:
-    void multiply_router(const Layer& layer, const Activations<Input>& at, int64_t num_rows, Member member) const {
-        layer.experts.router.type == BFLOAT16 ? multiply_router_of<bf16>(layer, at, num_rows, member)
-                                              : multiply_router_of<float>(layer, at, num_rows, member);
+    void run_one(Layer& layer, const Activations<Input>& at, PhaseTimes& times, Phases& phases) {
+        times.run(phases, LINEARS, [&](Member member) {
+            thread_local std::vector<float> normed;
+            normed.resize(hidden_);
+            norm_row(at.residual, layer.feed_norm(), hidden_, normed.data());
+            multiply_router(layer, at, normed.data(), 1, member);
+        });
+        times.run(phases, OTHER, [&](Member member) {
+            member.parallel_for(1, 1, [&](int64_t, int64_t, int64_t) {
+                route(layer, at, 1, member.for_items(0, 1, 1));
+                sort(layer, 1);
+            });
+        });
+        times.run(phases, LINEARS, [&](Member member) {
+            TiledRows<Input> own{own_rows(member), 1, hidden_};
+            norm_to(own, 0, 1, [&](int64_t) { return at.residual; }, layer.feed_norm());
+            multiply_gate_up(layer, at, member, [&](const ActiveExpert&, const Linear&) { return own; });
+        });
+        times.run(phases, LINEARS, [&](Member member) {
+            const ActiveExpert* last = nullptr;
+            multiply_down(layer, at, member, [&](const ActiveExpert& one, const Linear& down) {
+                TiledRows<Input> inner = inner_of(at, one, down);
+                if constexpr (IS_GROUPED<Weight>) {
+                    TiledRows<Input> own = inner;
+                    own.data = own_rows(member);
+                    if (&one != last) inner.split(0, 1, own), last = &one;
+                    return own;
+                }
+                return inner;
+            });
+        });
+    }
+
+    // Where this thread puts rows for itself.
+    Input* own_rows(Member member) const { return reinterpret_cast<Input*>(model_.workspace_of(member.scratch_index)); }
+
+    void multiply_router(const Layer& layer, const Activations<Input>& at, const float* x, int64_t num_rows,
+                         Member member) const {
+        layer.experts.router.type == BFLOAT16 ? multiply_router_of<bf16>(layer, at, x, num_rows, member)
+                                              : multiply_router_of<float>(layer, at, x, num_rows, member);
     }
 
     // Always in float32: whichever experts a row goes to, it does with all builds.
     template <class Stored>
-    void multiply_router_of(const Layer& layer, const Activations<Input>& at, int64_t num_rows, Member member) const {
+    void multiply_router_of(const Layer& layer, const Activations<Input>& at, const float* x, int64_t num_rows,
+                            Member member) const {
         const Linear& router = layer.experts.router;
         FloatOutput out{at.router_logits, model_.router_stride(), StoreMode::STORE};
         int64_t size = router.panel_bytes() / int64_t(sizeof(Stored)), num_panels = router.num_panels();
@@ -75,7 +126,7 @@ class ExpertStep {
             alignas(64) float tile[DENSE_ROWS * PANEL];
             int64_t panel = item % num_panels, row = item / num_panels * DENSE_ROWS;
             int rows = int(std::min<int64_t>(DENSE_ROWS, num_rows - row));
-            dense_tile_for<Stored>(rows)(at.normed_floats + row * at.hidden_stride, at.hidden_stride,
+            dense_tile_for<Stored>(rows)(x + row * at.hidden_stride, at.hidden_stride,
                                          router.weight.as<Stored>() + panel * size, router.k / 2, tile);
             emit_tile(router, out, tile, row, rows, panel);
         });
@@ -90,6 +141,11 @@ class ExpertStep {
                 router.route(at.router_logits + row * model_.router_stride(), &rows_.ids[row * shape.top_k],
                              &rows_.weights[row * shape.top_k]);
         });
+    }
+
+    void sort(Layer& layer, int64_t num_rows) {
+        rows_.sort(num_rows, layer.shape.experts, hidden_);
+        link_active(layer);
     }
 
     // Sets what is multiplied next, for prefetches: the experts that have rows, one after another. The last expert's
@@ -155,14 +211,16 @@ class ExpertStep {
         });
     }
 
-    void multiply_gate_up(const Layer& layer, const Activations<Input>& at, Member member) const {
+    // `inputs(active expert, linear)`: the expert's rows.
+    template <class Inputs>
+    void multiply_gate_up(const Layer& layer, const Activations<Input>& at, Member member, const Inputs& inputs) const {
         const Experts& experts = layer.experts;
         const ExpertsShape& shape = layer.shape.experts;
         for_each_part(member, experts.each[0].gate_up.num_panels(), [&](const ActiveExpert& one, const Member& part) {
             const Expert& expert = experts.each[one.expert];
             ActivatedOutput<Input> out(shape.activation, shape.is_gated, experts.activation_params,
                                        inner_of(at, one, expert.down), nullptr);
-            multiply<Weight>(model_, expert.gate_up, inputs_of(at, one, expert.gate_up), out, part);
+            multiply<Weight>(model_, expert.gate_up, inputs(one, expert.gate_up), out, part);
         });
     }
 
@@ -175,12 +233,13 @@ class ExpertStep {
             });
     }
 
-    void multiply_down(const Layer& layer, const Activations<Input>& at, Member member) const {
+    template <class Inputs>
+    void multiply_down(const Layer& layer, const Activations<Input>& at, Member member, const Inputs& inputs) const {
         const Experts& experts = layer.experts;
         for_each_part(member, experts.each[0].down.num_panels(), [&](const ActiveExpert& one, const Member& part) {
             const Linear& down = experts.each[one.expert].down;
             FloatOutput out{at.pair_outputs + one.first_pair * at.hidden_stride, at.hidden_stride, StoreMode::STORE};
-            multiply<Weight>(model_, down, inner_of(at, one, down), out, part);
+            multiply<Weight>(model_, down, inputs(one, down), out, part);
         });
     }
 

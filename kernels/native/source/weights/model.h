@@ -149,6 +149,7 @@ struct Experts {
     Linear router;  // [experts, and a row more for the gate of the other network]; in the model's dtype
     std::vector<float> choice_bias;        // [experts], added to scores to choose; empty: none
     std::vector<float> activation_params;  // of all experts
+    bool has_columns = false;              // any of their matrices has columns in an order of its own
     std::vector<Expert> each;              // empty: the layer has none
 };
 

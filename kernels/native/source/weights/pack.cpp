@@ -533,6 +533,7 @@ bool set_tensor(Model& model, const Tensor& tensor) {
 void set_columns(Model& model, int64_t layer, int64_t expert, TensorKind kind, const int32_t* columns) {
     Linear& linear = *matrix_of(model, layer, expert, kind).linear;
     linear.columns.assign(columns, columns + linear.k);
+    if (kind >= EXPERT_GATE) model.layers[layer].experts.has_columns = true;
 }
 
 bool set_rows(Model& model, const GroupedRows& rows) {

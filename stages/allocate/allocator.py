@@ -119,7 +119,7 @@ class Allocator:
         self._slot_blocks.publisher.forget()
         if self.host is not None:
             self.host.reset()
-        return self.pool.forget_kept()
+        return sum(each.pool.forget_kept() for each in self.kinds)
 
     def check(self) -> None:
         """Raises AssertionError unless pools, tables and cache agree (I3, I4, I11)."""
@@ -180,6 +180,8 @@ class Allocator:
         if growth.num_blocks:
             blocks = self.pool.take_behind(growth.last_blocks(), [1] * growth.num_blocks, growth.num_blocks, hand)
             table_slots, table_places = growth.grow(blocks)
+        if self._more:
+            self._slot_blocks.give_back_unused()
         starts = steady.step()
         self.last_granted = plan.step
         self._slot_blocks.last_step[plan.slots] = plan.step
@@ -255,6 +257,8 @@ class Allocator:
             table_slots, table_places, blocks = slot_blocks.grow(
                 hand, plan.slots[allocation.grows], allocation.counts, allocation.num_blocks
             )
+        if self._more:
+            slot_blocks.give_back_unused()
         starts = tables.num_tokens[slots]
         ends = starts + granted
         tables.num_tokens[slots] = ends if drafts is None else ends - drafts.counts

@@ -259,6 +259,13 @@ class BlockPool:
             self.num_quarantined += len(blocks)
             self._quarantine.append((int(self._last_step[blocks].max()), blocks))
 
+    def pass_by(self, blocks: Ints) -> None:
+        """A window is about to give these back: see `KindPool`. A pool of the only kind treats all blocks alike."""
+
+    def is_passed(self, block: int) -> bool:
+        """Whether a window has passed the block, and no sequence has used it since."""
+        return False
+
     def complete_steps(self, completed_step: int) -> None:
         """Every step up to `completed_step` is done: releases the blocks quarantined for them."""
         if not self._quarantine:

@@ -64,6 +64,24 @@ class BlockTables:
         capacity = int(self.capacity.sum())
         return 1.0 - int(self.num_tokens.sum()) / capacity if capacity else 0.0
 
+    def begin(self, slot: int, num_retired: int) -> None:
+        """The table of `slot`, which is empty, begins after `num_retired` blocks that it does not hold."""
+        assert not num_retired, "a table of a full kind begins with the first block"
+
+    def first_seen(self, position: int) -> int:
+        """The place of the first block that the query at `position` sees."""
+        return 0
+
+    def live_blocks(self, slot: int, num_tokens: int) -> Ints:
+        """The blocks of `slot` that later queries see, of its `num_tokens` tokens."""
+        live: Ints = self.blocks[slot, self.first_seen(num_tokens) : -(-num_tokens // self.block_size)].copy()
+        return live
+
+    def held_by(self, slot: int) -> Ints:
+        """The blocks of `slot`, in token order."""
+        held: Ints = self.blocks[slot, : self.capacity[slot] // self.block_size].copy()
+        return held
+
     def clear(self, slot: int) -> Ints:
         """Empties the table of `slot`. Returns the blocks it held."""
         held = self.blocks[slot, : self.capacity[slot] // self.block_size].copy()
@@ -116,12 +134,26 @@ class WindowTables(BlockTables):
         blocks: list[int] = np.where(places < self.num_retired[slots], -1, self.blocks[slots, places]).tolist()
         return blocks
 
+    def to_retire(self, slots: Indices) -> tuple[Indices, Indices]:
+        """(slot, place) of each block that `retire` takes, in its order."""
+        firsts, ends = self.num_retired[slots], self.kind.first_key(self.num_tokens[slots]) // self.block_size
+        counts = ends - firsts
+        places = (
+            np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(firsts, counts)
+        )
+        return np.repeat(slots, counts), places.astype(np.intp)
+
+    def first_seen(self, position: int) -> int:
+        return int(self.kind.first_key(np.array(position, np.int32))) // self.block_size
+
     def begin(self, slot: int, num_retired: int) -> None:
-        """The table of `slot`, which is empty, begins after `num_retired` blocks that it does not hold."""
         assert not self.capacity[slot], f"the table of slot {slot} is not empty"
         self.capacity[slot] = num_retired * self.block_size
         self.num_retired[slot] = num_retired
         self.retires_at[slot] = self.kind.first_query_after((num_retired + 1) * self.block_size)
+
+    def held_by(self, slot: int) -> Ints:
+        return super().held_by(slot)[self.num_retired[slot] :]
 
     def clear(self, slot: int) -> Ints:
         num_retired = int(self.num_retired[slot])

@@ -32,6 +32,7 @@ class _Arriving:
     step: int
     generation: int
     blocks: Ints
+    kind: int  # of memory, 0 being the first
 
 
 class HostTier:
@@ -63,7 +64,8 @@ class HostTier:
         self.num_dear = 0  # swap-outs skipped, as recomputing was cheaper
         self._swapped: dict[int, _Swapped] = {}  # by sequence id
         self._arriving: list[_Arriving] = []  # blocks of cached prefixes being copied here
-        self._last_adopted = -1
+        self._last_adopted = [-1] * (1 + len(self.more))  # of each kind
+        self._lost: list[list[int]] = [[] for _ in self.more]  # of each kind from 1 on: blocks that are never written
 
     @classmethod
     def of(
@@ -136,31 +138,32 @@ class HostTier:
         for pool in self.more:
             pool.forget_kept()
 
-    def adopt(self, count: int, step: int, generation: int, completed_step: int) -> Ints:
-        """Allocates up to `count` blocks for cached prefixes, which `step` copies.
+    def adopt(self, count: int, step: int, generation: int, completed_step: int, kind: int = 0) -> Ints:
+        """Allocates up to `count` blocks of a kind for cached prefixes, which `step` copies.
 
         Evicts the least recently used. It continues after the blocks adopted last, so that many small copies touch no
         more memory than a large one.
         """
         if self.rates is not None and not self.rates.favour_swap(1, self.pool.block_size):
             return NO_INTS
-        count = min(count, self.pool.num_available)
+        pool = self.more[kind - 1] if kind else self.pool
+        count = min(count, pool.num_available)
         if not count:
             return NO_INTS
-        last = self._last_adopted
-        is_there = last >= 0 and self.pool.state[last] != BlockState.FREE  # then its run has been started
-        places = self.pool.take_behind([last if is_there else -1], [count], count)
-        self._last_adopted = int(places[-1])
-        self.pool.keep(places)
-        self.pool.give_back(places, step, completed_step)
-        self._arriving.append(_Arriving(step, generation, places))
+        last = self._last_adopted[kind]
+        is_there = last >= 0 and pool.state[last] != BlockState.FREE  # then its run has been started
+        places = pool.take_behind([last if is_there else -1], [count], count)
+        self._last_adopted[kind] = int(places[-1])
+        pool.keep(places)
+        pool.give_back(places, step, completed_step)
+        self._arriving.append(_Arriving(step, generation, places, kind))
         return places
 
     def complete_steps(self, completed_step: int, voided: Sequence[int], generation: int) -> list[int]:
         """Every step up to `completed_step` is done.
 
         Returns the blocks of cached prefixes that are never written: the step was voided, or is in flight with an older
-        generation and will not run.
+        generation and will not run. They are those of kind 0; `take_lost` has the others.
         """
         self.pool.complete_steps(completed_step)
         for pool in self.more:
@@ -172,12 +175,23 @@ class HostTier:
         for one in arriving:
             is_over = one.step <= completed_step
             if one.step in voided or (not is_over and one.generation < generation):
-                lost += one.blocks.tolist()
+                (self._lost[one.kind - 1] if one.kind else lost).extend(one.blocks.tolist())
             elif not is_over:
                 self._arriving.append(one)
         for place in lost:
             self.pool.forget(place)
         return lost
+
+    def take_lost(self, kind: int) -> list[int]:
+        """The blocks of a kind from 1 on that are never written, since the last call."""
+        lost, self._lost[kind - 1] = self._lost[kind - 1], []
+        for place in lost:
+            self.more[kind - 1].forget(place)
+        return lost
+
+    def weight(self, kind: int) -> float:
+        """The bytes of a block of a kind, as a multiple of those of kind 0."""
+        return self._weights[kind - 1] if kind else 1.0
 
     # -- after a crash
 
@@ -185,6 +199,7 @@ class HostTier:
         """Forgets everything after a crash. All blocks become free once step `last_step` is done."""
         self._swapped.clear()
         self._arriving.clear()
+        self._lost = [[] for _ in self.more]
         self.pool.seize_all(last_step)
         for pool in self.more:
             pool.seize_all(last_step)

@@ -9,21 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from ..messages import Ints
+from ...kernels.layout.kv_layout import KVKind
 from .block_pool import BlockPool
-
-
-class KindMatch(NamedTuple):
-    """The blocks of one kind with which a sequence starts: the last ones before its position."""
-
-    first: int  # place of the first of them in the sequence
-    shared: Ints  # [C] on the device
-    on_host: Ints  # [H] on the host, after those
-    source: int | None = None  # a device block that is copied, as that of kind 0 is
+from .plan_in_hand import KindMatch
 
 
 @dataclass(slots=True)
@@ -45,44 +36,53 @@ class _Run:
 
 
 class KindIndex:
-    """The cached blocks of one kind. `window`: most keys that a query sees, its own included; None: all.
+    """The cached blocks of one kind. `pool` and `host_pool` learn of blocks whose entry is gone."""
 
-    `pool` and `host_pool` learn of blocks whose entry is gone.
-    """
-
-    def __init__(self, window: int | None, block_size: int, pool: BlockPool, host_pool: BlockPool | None = None):
-        # before a position that is a multiple of `block_size`: blocks that its query sees; None: all
-        self.num_seen = None if window is None else -(-(window - 1) // block_size)
+    def __init__(self, kind: KVKind, block_size: int, pool: BlockPool, host_pool: BlockPool | None = None):
+        self._kind, self._block_size = kind, block_size
         self.blocks: dict[int, int] = {}  # number of an entry -> device block
         self.places: dict[int, int] = {}  # number of an entry -> host block
         self.tails: dict[int, int] = {}  # tail of kind 0 -> the device block of the same tokens
         self._number_of: dict[int, int] = {}  # device block -> number
         self._number_at: dict[int, int] = {}  # host block -> number
         self._tail_of: dict[int, int] = {}  # device block -> tail of kind 0
+        self._samples: set[int] = set()  # device blocks of sampled sequences: see `offload_policy.py`
         self._pool, self._host_pool = pool, host_pool
 
     # -- lookup
 
+    def firsts_seen(self, count: int) -> list[int]:
+        """The first place that a query sees which follows n whole blocks, for n from 0 to `count`."""
+        firsts: list[int] = (
+            self._kind.first_key(np.arange(count + 1, dtype=np.int32) * self._block_size) // self._block_size
+        ).tolist()
+        return firsts
+
     def match(self, numbers: Sequence[int], source: int | None) -> KindMatch:
         """The blocks that a sequence needs which starts after the entries with these numbers, all of which are here."""
-        first = 0 if self.num_seen is None else max(0, len(numbers) - self.num_seen)
+        first = self.firsts_seen(len(numbers))[-1]
         seen = numbers[first:]
         shared = [self.blocks[number] for number in seen if number in self.blocks]
         on_host = [self.places[number] for number in seen[len(shared) :]]
         return KindMatch(first, np.array(shared, np.int32), np.array(on_host, np.int32), source)
 
-    def number_of(self, block: int) -> int | None:
-        """The number of the entry of a device block; None if it is of none, or of a tail."""
-        return self._number_of.get(block)
+    def may_move_out(self, block: int, *, samples_only: bool) -> bool:
+        """Whether an evicted block is worth a copy on the host: it has none, and sequences may start behind it."""
+        number = self._number_of.get(block)
+        if number is None or number in self.places or self._pool.is_passed(block):
+            return False
+        return not samples_only or block in self._samples
 
     # -- adding
 
-    def put(self, number: int, block: int) -> None:
+    def put(self, number: int, block: int, *, is_sample: bool = False) -> None:
         """Adds a device block, in use or quarantined, unless the entry has one on the device."""
         if number in self.blocks or block in self._number_of:
             return
         self._drop_tail_of(block)
         self.blocks[number], self._number_of[block] = block, number
+        if is_sample:
+            self._samples.add(block)
         self._pool.keep(np.array([block], np.int32))
 
     def put_tail(self, tail: int, block: int) -> None:
@@ -96,6 +96,7 @@ class KindIndex:
         """Moves a device block's entry to host block `place`. The pool has evicted the block."""
         number = self._number_of.pop(block)
         del self.blocks[number]
+        self._samples.discard(block)
         self.forget_number_on_host(number)
         self.places[number], self._number_at[place] = place, number
 
@@ -106,6 +107,7 @@ class KindIndex:
         number = self._number_of.pop(block, None)
         if number is not None:
             del self.blocks[number]
+            self._samples.discard(block)
             return None
         tail = self._tail_of.pop(block, None)
         if tail is not None:
@@ -117,6 +119,7 @@ class KindIndex:
         block = self.blocks.pop(number, None)
         if block is not None:
             del self._number_of[block]
+            self._samples.discard(block)
             self._pool.forget(block)
         self.forget_number_on_host(number)
 
@@ -150,6 +153,7 @@ class KindIndex:
         """Removes all blocks. The pools are told by the caller."""
         for each in (self.blocks, self.places, self.tails, self._number_of, self._number_at, self._tail_of):
             each.clear()
+        self._samples.clear()
 
     def check(self, numbers: set[int], tails: set[int]) -> None:
         """Raises AssertionError unless each block is of a living entry or tail, and kept by its pool (I11, K3)."""
@@ -169,13 +173,12 @@ def num_usable(kinds: Sequence[KindIndex], numbers: Sequence[int]) -> int:
 
     One pass: the blocks that end at each place without a gap are counted on the way.
     """
-    runs, usable = [_Run() for _ in kinds], 0
+    runs, usable = [(_Run(), index, index.firsts_seen(len(numbers))) for index in kinds], 0
     for place, number in enumerate(numbers, 1):
         is_there = True
-        for run, index in zip(runs, kinds, strict=True):
+        for run, index, firsts in runs:
             run.add(index, number)
-            seen = place if index.num_seen is None else min(place, index.num_seen)
-            is_there = is_there and run.length >= seen
+            is_there = is_there and run.length >= place - firsts[place]
         if is_there:
             usable = place
     return usable

@@ -6,10 +6,20 @@ Made when a plan arrives, passed to all that serve a part of it, and gone with t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from ..messages import BlockCopy, Drafts, Indices, Ints, StepPlan
+
+
+class KindMatch(NamedTuple):
+    """The blocks of one kind with which a sequence starts: the last ones before its position."""
+
+    first: int  # place of the first of them in the sequence
+    shared: Ints  # [C] on the device
+    on_host: Ints  # [H] on the host, after those
+    source: int | None = None  # a device block that is copied, as that of kind 0 is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +31,7 @@ class ReusedPrefix:
     on_host: Ints  # the next blocks, on the host, to be copied in
     is_swapped: bool  # True: the host blocks are its own; False: the prefix cache's
     source: int | None = None  # a device block from which the remaining tokens are copied
+    more: tuple[KindMatch, ...] = ()  # the same of the kinds of memory after the first
 
     @property
     def num_whole(self) -> int:

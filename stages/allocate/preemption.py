@@ -59,9 +59,7 @@ class Preemptor:
         plan, is_beginner = self._plan, row in self._starting_rows
         if is_beginner:
             self._slot_blocks.attach(self._hand, row, may_fork=False)
-        wanted, rank = int(self._hand.remaining[row]), int(plan.num_victims[row])
-        if wanted > self._budget:
-            wanted = self._budget if plan.allows_partial else 0
+        wanted, rank = self._within_budget(int(self._hand.remaining[row])), int(plan.num_victims[row])
         is_behind = rank <= self._waiting_rank
         need = self._need(row, wanted)
         while not is_behind and not self._fits(need):
@@ -69,6 +67,11 @@ class Preemptor:
             if victim is None:
                 break
             self._preempt(victim)
+        if is_beginner and not is_behind and self._slot_blocks.more and not self._fits(need, with_quarantined=True):
+            self._slot_blocks.detach(self._hand, row)
+            self._slot_blocks.attach(self._hand, row, may_fork=False, may_share=False)
+            wanted = self._within_budget(int(self._hand.remaining[row]))
+            need = self._need(row, wanted)
         if any(need) if is_behind else not self._fits(need):
             wanted, need = (0, self._nothing) if is_behind else self._what_fits(row, wanted)
             self._waiting_rank = max(self._waiting_rank, rank)
@@ -76,6 +79,9 @@ class Preemptor:
         self._budget -= wanted
         if is_beginner and not wanted:
             self._slot_blocks.detach(self._hand, row)
+
+    def _within_budget(self, wanted: int) -> int:
+        return wanted if wanted <= self._budget else self._budget if self._plan.allows_partial else 0
 
     def _give(self, row: int, granted: int, need: Needs) -> None:
         """The row gets `granted` tokens and `need` blocks, in place of what it had."""

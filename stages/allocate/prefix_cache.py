@@ -20,9 +20,10 @@ import numpy as np
 
 from ..messages import Ints
 from .key_changes import KeyChanges
-from .kind_index import KindIndex, KindMatch, num_usable
+from .kind_index import KindIndex, num_usable
 from .offload_policy import is_sampled
 from .partial_blocks import TOKEN_BYTES, Before, PartialBlocks
+from .plan_in_hand import KindMatch
 
 MIN_TOKENS_TO_WAIT_FOR = 32  # computing fewer tokens takes less time than waiting for K steps
 # Shorter matches are mostly chance, and each copy keeps its source from being evicted. A shorter one is still used if
@@ -155,7 +156,7 @@ class PrefixCache:
 
         Repositions the chain after the blocks found on the device.
         """
-        chain.last, chain.num_blocks, chain.num_on_host, chain.is_cut = chain.salt, 0, 0, False
+        self.restart(chain)
         blocks, last = self._run(chain, self._device, 0, chain.salt)
         chain.num_blocks, chain.last = len(blocks), last
         places: list[int] = []
@@ -166,6 +167,11 @@ class PrefixCache:
             return self._find_of_kinds(chain, blocks, places, may_fork=may_fork)
         source, chain.num_forked = (may_fork and self._fork(chain, last)) or (None, 0)
         return PrefixMatch(np.array(blocks, np.int32), np.array(places, np.int32), source, chain.num_forked)
+
+    def restart(self, chain: BlockChain) -> None:
+        """Repositions the chain at its beginning."""
+        chain.last, chain.num_blocks, chain.num_on_host, chain.is_cut = chain.salt, 0, 0, False
+        chain.num_forked = 0
 
     def _find_of_kinds(self, chain: BlockChain, blocks: list[int], places: list[int], *, may_fork: bool) -> PrefixMatch:
         """Cuts a match of kind 0 to the longest one that every kind has, and repositions the chain after it."""

@@ -6,14 +6,16 @@ Columnar: a step in which no block is filled costs a few numpy operations.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from ...kernels.layout.kv_layout import KVKind
 from ..messages import Bools, Indices, Ints, Started, StepDone, StepPlan
 from .block_pool import BlockPool
-from .block_tables import BlockTables
+from .block_tables import BlockTables, WindowTables
 from .kind_index import KindIndex
 from .plan_in_hand import PlanInHand
 from .prefix_cache import BlockChain, PrefixCache, PrefixMatch
@@ -38,37 +40,20 @@ class PublishedKind:
     was granted with their passing is done, and so are published as if they were still held.
     """
 
+    kind: KVKind
     index: KindIndex
     tables: BlockTables
-    firsts: Ints  # [S] place of the first block that the slot holds, as the tables' owner keeps it
-    window: int | None
-    listener: KindListener
+    firsts: Ints  # [S] place of the first block that the slot holds
 
-    def first_held(self, num_tokens: int) -> int:
-        """The place of the first block that a sequence of so many tokens holds."""
-        return 0 if self.window is None else max(0, num_tokens - self.window + 1) // self.tables.block_size
+    def first_seen(self, num_tokens: Any) -> Any:
+        """The place of the first block that a query at these positions, [B], sees."""
+        return self.kind.first_key(num_tokens) // self.tables.block_size
 
     def put(self, slot: int, place: int, chain: BlockChain) -> None:
         """Adds the block at `place`, the last one added to `chain`."""
         if not chain.is_cut:
             assert isinstance(chain.last, int), "a chain without blocks has none of another kind"
-            self.index.put(chain.last, int(self.tables.blocks[slot, place]))
-
-
-@dataclass(slots=True, eq=False)
-class KindListener:
-    """Listens to the evictions of one kind's pool."""
-
-    cache: PrefixCache
-    pool: BlockPool  # of kind 0
-    index: KindIndex
-
-    def forget_blocks(self, blocks: list[int], hand: PlanInHand | None) -> None:
-        """The pool evicted these blocks: a tail without one of them cannot be copied any more."""
-        for block in blocks:
-            tail = self.index.evict(block)
-            if tail is not None and self.cache.drop_tail(tail):
-                self.pool.forget(tail)
+            self.index.put(chain.last, int(self.tables.blocks[slot, place]), is_sample=chain.is_sample)
 
 
 class PrefixPublisher:
@@ -103,18 +88,19 @@ class PrefixPublisher:
         self._num_begun = np.zeros(num_slots, np.int32)  # [S] tokens with which it started; set where there are kinds
         cache.partial_blocks.most_tails = max(1, pool.num_blocks // BLOCKS_PER_TAIL)
 
-    def add_kind(
-        self, window: int | None, pool: BlockPool, tables: BlockTables, firsts: Ints, host_pool: BlockPool | None = None
-    ) -> None:
-        """Adds a kind, the next one from 1 on: the arguments are as in `PublishedKind`.
-
-        Listens to the evictions of its pool.
-        """
-        index = KindIndex(window, tables.block_size, pool, host_pool)
-        listener = KindListener(self.cache, self._pool, index)
-        pool.subscribe(listener.forget_blocks)
-        self.kinds.append(PublishedKind(index, tables, firsts, window, listener))
+    def add_kind(self, kind: KVKind, pool: BlockPool, tables: BlockTables, host_pool: BlockPool | None = None) -> None:
+        """Adds a kind, the next one from 1 on."""
+        index = KindIndex(kind, tables.block_size, pool, host_pool)
+        firsts = tables.num_retired if isinstance(tables, WindowTables) else np.zeros_like(tables.num_tokens)
+        self.kinds.append(PublishedKind(kind, index, tables, firsts))
         self.cache.kinds = [*self.cache.kinds, index]
+
+    def forget_blocks_of(self, kind: int, blocks: Iterable[int]) -> None:
+        """The pool of a kind from 1 on evicted these blocks. A tail without one of them cannot be copied any more."""
+        for block in blocks:
+            tail = self.kinds[kind - 1].index.evict(block)
+            if tail is not None and self.cache.drop_tail(tail):
+                self._pool.forget(tail)
 
     # -- a sequence
 
@@ -147,6 +133,10 @@ class PrefixPublisher:
         chain = self._chain(slot)
         found = self.cache.find(chain, may_fork=may_fork)
         return None if may_wait and self.cache.is_coming(chain) else found
+
+    def find_nothing(self, slot: int) -> None:
+        """The sequence in `slot` starts without cached blocks."""
+        self.cache.restart(self._chain(slot))
 
     def begin(self, slot: int, num_tokens: int) -> None:
         """Announces that the sequence computes its first `num_tokens` tokens: others may wait."""
@@ -287,8 +277,8 @@ class PrefixPublisher:
 
     def _put_prefilled(self, slot: int, chain: BlockChain, num_full: int) -> None:
         """The same for blocks of several kinds that a step has just computed. Windows may have passed them since."""
-        begun = int(self._num_begun[slot])
-        self._put_known_of_kinds(slot, chain, num_full, [kind.first_held(begun) for kind in self.kinds])
+        begun = self._num_begun[slot]
+        self._put_known_of_kinds(slot, chain, num_full, [int(kind.first_seen(begun)) for kind in self.kinds])
 
     def _put_known_of_kinds(self, slot: int, chain: BlockChain, num_full: int, firsts: Sequence[int]) -> None:
         """The same, with the blocks of each further kind from its place in `firsts` on."""
@@ -313,6 +303,8 @@ class PrefixPublisher:
         place, count = divmod(int(self._num_completed[slot]), self._tables.block_size)
         if not count or place != chain.num_blocks:
             return
+        if any(place < kind.firsts[slot] for kind in self.kinds):
+            return  # a window has passed the tail, and its block may be another's
         block = int(self._tables.blocks[slot, place])
         tokens = self._newest.reshape(len(self._newest), 2, -1)[slot, place % 2, :count].tobytes()
         gone = self.cache.put_tail(chain, block, tokens)
@@ -333,11 +325,10 @@ class PrefixPublisher:
 
         Starts are expected at the end of a prompt, and where a sequence found the blocks of another.
         """
-        size, seen = self._tables.block_size, kind.index.num_seen
-        assert seen is not None, "only a window passes blocks"
-        is_expected = np.zeros(len(slots), np.bool_)
-        for num_tokens in (self._num_prompt[slots], self._num_begun[slots]):  # the last token is always computed
-            is_expected |= (places < num_tokens // size) & (places >= (num_tokens - 1) // size - seen)
+        size, is_expected = self._tables.block_size, np.zeros(len(slots), np.bool_)
+        for num_tokens in (self._num_prompt[slots], self._num_begun[slots]):
+            least = np.maximum(num_tokens - 1, 0) // size * size  # as the last token is always computed
+            is_expected |= (places < num_tokens // size) & (places >= kind.first_seen(least))
         return ~is_expected
 
     def _chain(self, slot: int) -> BlockChain:

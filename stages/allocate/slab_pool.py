@@ -32,6 +32,7 @@ class SlabPool:
         self.num_slabs = layout.num_slabs
         self.unlent = list(reversed(range(layout.num_slabs)))  # the last is next
         self.pools = tuple(KindPool(self, layout, kind) for kind in range(len(layout.kinds)))
+        self._reserved: list[tuple[KindPool, int]] = []  # slabs lent for the plan in hand
         self._block_bytes = [kind.block_bytes for kind in layout.kinds]
 
     @property
@@ -58,17 +59,27 @@ class SlabPool:
 
         A kind borrows rather than evicts its own cached blocks, unless it is the kind with most of them.
         """
-        for kind, pool in enumerate(self.pools):
-            while pool.num_own < needs[kind]:
-                donor = None if self.unlent else self._donor(kind, needs)
-                assert self.unlent or donor is not None, f"{needs} blocks are reserved, and do not fit"
-                self._lend(pool, donor, hand)
+        self._reserve_own(needs, hand)
         for kind, pool in enumerate(self.pools):
             while pool.num_free < needs[kind]:
                 donor = None if self.unlent else self._donor(kind, needs)
                 if not self.unlent and (donor is None or self._cached_bytes(donor) <= self._cached_bytes(kind)):
                     break
                 self._lend(pool, donor, hand)
+        self._reserve_own(needs, hand)
+
+    def _reserve_own(self, needs: Sequence[int], hand: PlanInHand | None) -> None:
+        """Lends slabs until each kind has its `needs` free or cached.
+
+        NOTE: evicting blocks of one kind may free those of another, whose slabs go back. So no kind is sure of its own
+        until nothing is evicted any more.
+        """
+        while any(pool.num_own < need for pool, need in zip(self.pools, needs, strict=True)):
+            for kind, pool in enumerate(self.pools):
+                while pool.num_own < needs[kind]:
+                    donor = None if self.unlent else self._donor(kind, needs)
+                    assert self.unlent or donor is not None, f"{needs} blocks are reserved, and do not fit"
+                    self._lend(pool, donor, hand)
 
     def _donor(self, kind: int, needs: Sequence[int]) -> int | None:
         """The other kind with most cached bytes of those that can give up a slab."""
@@ -81,7 +92,19 @@ class SlabPool:
     def _lend(self, pool: KindPool, donor: int | None, hand: PlanInHand | None) -> None:
         if donor is not None:
             self.pools[donor].give_up_slab(hand)
-        pool.borrow(self.unlent.pop())
+        slab = self.unlent.pop()
+        pool.borrow(slab)
+        self._reserved.append((pool, slab))
+
+    def give_back_unused(self) -> None:
+        """Takes back the slabs that `reserve` lent and of which no block was taken, after the plan's blocks were.
+
+        Evictions for one kind may free blocks of another, so that it needs fewer.
+        """
+        reserved, self._reserved = self._reserved, []
+        for pool, slab in reserved:
+            if pool.is_lent[slab]:
+                pool.give_back_if_free(slab)
 
     def room(self, most: Sequence[int]) -> tuple[int, int]:
         """Blocks of kind 0 that one more sequence could get, with as many of each other kind, or `most` of that.
@@ -135,6 +158,7 @@ class KindPool(BlockPool):
         self._whole.clear()
         self.is_lent = np.zeros(layout.num_slabs, np.bool_)
         self._num_live = np.zeros(layout.num_slabs, np.int32)  # blocks of each slab in use or quarantined
+        self._is_passed = np.zeros(self.num_blocks, np.bool_)  # [N] see `pass_by`
         self._slabs = slabs
         self._evicted_by_take: list[Ints] | None = None  # while taking: their slabs are kept until it is done
 
@@ -178,24 +202,31 @@ class KindPool(BlockPool):
         """Evicts the cached blocks of the slab whose loss matters least: few blocks, and long cached."""
         slabs = (self.is_lent & (self._num_live == 0)).nonzero()[0]
         is_cached = self.state.reshape(-1, self.blocks_per_slab)[slabs] == CACHED
-        oldest = int(self._cached_at[next(iter(self._cached))])
+        oldest = int(self._cached_at[next(iter(self._cached))]) if self._cached else self._num_cachings
         ages = self._cached_at.reshape(-1, self.blocks_per_slab)[slabs] - oldest
         span = 1 + self._num_cachings - oldest
         loss = np.where(is_cached, span + ages, 0).sum(axis=1)  # the oldest counts half the newest
         slab = int(slabs[loss.argmin()])
-        self._evict((is_cached[loss.argmin()].nonzero()[0] + slab * self.blocks_per_slab).tolist())
+        evicted = is_cached[loss.argmin()].nonzero()[0] + slab * self.blocks_per_slab
+        if not len(evicted):  # it was borrowed for this plan, and is not needed after all
+            return self.give_back_if_free(slab)
+        self._evict(evicted.tolist())
         self._notify_evicted(hand)
 
     def _give_back_free(self, blocks: Ints) -> None:
         """Gives back those slabs of `blocks` of which all blocks are free."""
         for slab in set((blocks // self.blocks_per_slab).tolist()):
-            first = slab * self.blocks_per_slab
-            if not np.count_nonzero(self.state[first : first + self.blocks_per_slab] != FREE):
-                for run in self._runs_of(slab):
-                    self._num_free_of[run] = 0
-                    del self._whole[run]
-                self._move_slab(slab, ABSENT)
-                self._slabs.unlent.append(slab)
+            self.give_back_if_free(slab)
+
+    def give_back_if_free(self, slab: int) -> None:
+        """Gives back a slab that it has, if all blocks are free."""
+        first = slab * self.blocks_per_slab
+        if not np.count_nonzero(self.state[first : first + self.blocks_per_slab] != FREE):
+            for run in self._runs_of(slab):
+                self._num_free_of[run] = 0
+                del self._whole[run]
+            self._move_slab(slab, ABSENT)
+            self._slabs.unlent.append(slab)
 
     def _move_slab(self, slab: int, state: int) -> None:
         first, num_more = slab * self.blocks_per_slab, self.blocks_per_slab if state == FREE else -self.blocks_per_slab
@@ -218,6 +249,7 @@ class KindPool(BlockPool):
         self._evicted_by_take = evicted
         taken = super().take_behind(last_blocks, counts, total, hand)
         self._evicted_by_take = None
+        self._is_passed[taken] = False
         np.add.at(self._num_live, taken // self.blocks_per_slab, 1)
         for blocks in evicted:
             self._give_back_free(blocks)
@@ -226,11 +258,27 @@ class KindPool(BlockPool):
     def share(self, blocks: Ints) -> None:
         new = blocks[self.state[blocks] == CACHED]
         super().share(blocks)
+        self._is_passed[blocks] = False
         np.add.at(self._num_live, new // self.blocks_per_slab, 1)
 
     def _release(self, blocks: Ints) -> None:
         np.subtract.at(self._num_live, blocks // self.blocks_per_slab, 1)
+        oldest = self._cached_at[next(iter(self._cached))] if self._cached else self._num_cachings
         super()._release(blocks)
+        passed = blocks[self._is_passed[blocks] & self._is_kept[blocks]]
+        self._cached_at[passed] = oldest
+        for block in passed[::-1].tolist():
+            self._cached.move_to_end(block, last=False)
+
+    def pass_by(self, blocks: Ints) -> None:
+        """Marks those that no other table holds: they are evicted before others.
+
+        They may be cached, as a sequence may still start behind them; few do.
+        """
+        self._is_passed[blocks[self.num_tables[blocks] == 1]] = True
+
+    def is_passed(self, block: int) -> bool:
+        return bool(self._is_passed[block])
 
     def _push(self, blocks: Ints) -> None:
         super()._push(blocks)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...kernels.layout.kv_layout import KVLayout
-from ..messages import NO_INTS, BlockCopy, Direction, Indices, Ints, Started, TableEntries
+from ..messages import NO_INDICES, NO_INTS, BlockCopy, Direction, Indices, Ints, Started, TableEntries
 from .block_pool import BlockPool
 from .block_tables import BlockTables, WindowTables
 from .host_tier import HostTier
-from .plan_in_hand import PlanInHand, ReusedPrefix
+from .plan_in_hand import KindMatch, PlanInHand, ReusedPrefix
 from .prefix_cache import PrefixCache, PrefixMatch
 from .prefix_publisher import PrefixPublisher
 from .slab_pool import SlabPool
@@ -41,6 +41,20 @@ class Growth:
     num_blocks: int  # in all
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _KindEvictions:
+    """Listens to evictions of one kind after kind 0."""
+
+    slot_blocks: SlotBlocks
+    kind: int
+
+    def on_device(self, blocks: list[int], hand: PlanInHand | None) -> None:
+        self.slot_blocks._move_out_of(self.kind, blocks, hand)
+
+    def on_host(self, places: list[int], hand: PlanInHand | None) -> None:
+        self.slot_blocks._forget_on_host_of(self.kind, places)
+
+
 class SlotBlocks:
     """The state of one pool a kind and of the slots. What a plan causes is collected in the plan in hand.
 
@@ -62,14 +76,22 @@ class SlotBlocks:
         self.kinds = _kinds(pools, layout, num_slots, blocks_per_slot)
         self.more = self.kinds[1:]
         self.pool, self.tables = self.kinds[0].pool, self.kinds[0].tables
-        self._windows = [(each.pool, each.tables) for each in self.kinds if isinstance(each.tables, WindowTables)]
-        self.has_windows = bool(self._windows)
-        has_one_kind = not self.more and not self.has_windows
-        assert has_one_kind or (cache is None and host is None), (
-            "the prefix cache and the host tier hold blocks of one kind"
-        )
         self.host = host
         self.publisher = None if cache is None else PrefixPublisher(cache, self.pool, self.tables)
+        host_pools = [None] * len(self.more) if host is None else host.more
+        assert len(host_pools) == len(self.more), f"{len(self.kinds)} kinds, and host pools of {1 + len(host_pools)}"
+        if self.publisher is not None:
+            for each, host_pool in zip(self.more, host_pools, strict=True):
+                assert layout is not None
+                self.publisher.add_kind(layout.kinds[each.kind], each.pool, each.tables, host_pool)
+                evictions = _KindEvictions(self, each.kind)
+                each.pool.subscribe(evictions.on_device)
+                if host_pool is not None:
+                    host_pool.subscribe(evictions.on_host)
+        windows = [each for each in self.kinds if isinstance(each.tables, WindowTables)]
+        assert not windows or windows[0].kind or (cache is None and host is None), "no kind keeps all blocks"
+        self._windows = windows
+        self.has_windows = bool(windows)
         self.completed_step = -1
         self.last_step = np.full(num_slots, -1, np.int64)  # [S] the last step that may touch the slot's blocks
         self.started: dict[int, Started] = {}  # by slot: not yet sent with a grant
@@ -93,6 +115,8 @@ class SlotBlocks:
             each.pool.complete_steps(plan.completed_step)
         if self.host is not None:
             self._forget_on_host(self.host.complete_steps(plan.completed_step, plan.voided, plan.generation))
+            for each in self.more:
+                self._forget_on_host_of(each.kind, self.host.take_lost(each.kind))
             for sequence_id in plan.discarded:
                 self.host.release(sequence_id, plan.step - 1, plan.completed_step)  # an earlier step may copy into them
         for slot, num_accepted in plan.accepted:
@@ -133,10 +157,15 @@ class SlotBlocks:
         num_tokens = int(self.tables.num_tokens[slot])
         may_return = num_tokens and slot not in self.started and not self._must_compute[slot]
         if self.host is not None and may_return:
-            kept = self.host.swap_out(int(self.sequence_ids[slot]), num_tokens)
+            sequence_id = int(self.sequence_ids[slot])
+            live = [each.tables.live_blocks(slot, num_tokens) for each in self.more]
+            kept = self.host.swap_out(sequence_id, num_tokens, [len(blocks) for blocks in live])
             if kept is not None:
                 blocks = self.tables.blocks[slot, : len(kept)].copy()
                 hand.copies.append(BlockCopy(Direction.OUT, blocks, kept))
+                for each, blocks, places in zip(self.more, live, self.host.more_blocks(sequence_id), strict=True):
+                    if len(blocks):
+                        hand.copies.append(BlockCopy(Direction.OUT, blocks, places, each.kind))
                 hand.swapped[slot] = num_tokens
                 self.last_step[slot] = hand.plan.step
         self.empty(hand, slot)
@@ -157,16 +186,18 @@ class SlotBlocks:
             and (self._num_swapped(slot) or (self.publisher is not None and hand.wanted[row] >= fewest))
         ]
 
-    def attach(self, hand: PlanInHand, row: int, *, may_fork: bool) -> None:
+    def attach(self, hand: PlanInHand, row: int, *, may_fork: bool, may_share: bool = True) -> None:
         """Gives the row its cached or swapped blocks; their tokens do not remain to be computed.
 
         None remains, for now, if another sequence is computing the row's next block.
 
         A fork holds its source block until the copy is done, which could be the very block lacking for the copy. So
-        `may_fork` is False when blocks run short, and the few tokens are computed.
+        `may_fork` is False when blocks run short, and the few tokens are computed. Where there are several kinds,
+        shared blocks hold their slabs, of which another kind may lack one. So `may_share` is False if the row does not
+        fit.
         """
         slot, wanted = int(hand.plan.slots[row]), int(hand.wanted[row])
-        beginning = self._find(slot, may_fork=may_fork)
+        beginning = self._find(slot, may_fork=may_fork, may_share=may_share)
         if beginning is None:
             hand.set_remaining(row, 0)
             return
@@ -180,13 +211,28 @@ class SlotBlocks:
                 self.host.pool.share(beginning.on_host)
             if beginning.source is not None:
                 self.pool.share(np.array([beginning.source], np.int32))
+            if self.more:
+                self._attach_more(slot, beginning)
             self.tables.num_tokens[slot] = num_tokens
             hand.set_remaining(row, wanted - num_tokens)
             hand.begun[slot] = beginning
         if self.publisher is not None:
             self.publisher.begin(slot, num_tokens + min(wanted - num_tokens, hand.plan.token_budget))
 
-    def _find(self, slot: int, *, may_fork: bool) -> ReusedPrefix | None:
+    def _attach_more(self, slot: int, beginning: ReusedPrefix) -> None:
+        """The same for the kinds after kind 0: their tables begin with what the next query sees."""
+        for each, match in zip(self.more, beginning.more, strict=True):
+            each.tables.begin(slot, match.first)
+            if len(match.shared):
+                each.pool.share(match.shared)
+                each.tables.append(np.array([slot]), np.array([len(match.shared)], np.int32), match.shared)
+            if len(match.on_host) and not beginning.is_swapped:
+                assert self.host is not None
+                self.host.more[each.kind - 1].share(match.on_host)
+            if match.source is not None:
+                each.pool.share(np.array([match.source], np.int32))
+
+    def _find(self, slot: int, *, may_fork: bool, may_share: bool) -> ReusedPrefix | None:
         """What the sequence in `slot` need not compute; None if it should wait for another sequence.
 
         A sequence with prompt_logprobs needs the logits of each prompt token, so it uses no cached blocks.
@@ -194,10 +240,13 @@ class SlotBlocks:
         num_swapped = self._num_swapped(slot)
         found: PrefixMatch | None = NOTHING_FOUND
         if self.publisher is not None and not self.started[slot].wants_prompt_logprobs:
-            found = self.publisher.find(slot, may_wait=not num_swapped, may_fork=may_fork)
+            if may_share:
+                found = self.publisher.find(slot, may_wait=not num_swapped, may_fork=may_fork)
+            else:
+                self.publisher.find_nothing(slot)
         if found is None:
             return None
-        shared, places, source, num_forked, _ = found
+        shared, places, source, num_forked, more = found
         num_found = (len(shared) + len(places)) * self.pool.block_size + num_forked
         if num_swapped > num_found:
             assert self.host is not None
@@ -205,8 +254,12 @@ class SlotBlocks:
             own = self.host.blocks(sequence_id)
             if self.publisher is not None and self.host.is_stale(sequence_id):
                 self.publisher.cut(slot)
-            return ReusedPrefix(num_swapped, shared, own[len(shared) :], is_swapped=True)
-        return ReusedPrefix(num_found, shared, places, is_swapped=False, source=source)
+            more = tuple(
+                KindMatch(int(each.tables.first_seen(num_swapped)), NO_INTS, blocks)
+                for each, blocks in zip(self.more, self.host.more_blocks(sequence_id), strict=True)
+            )
+            return ReusedPrefix(num_swapped, shared, own[len(shared) :], is_swapped=True, more=more)
+        return ReusedPrefix(num_found, shared, places, is_swapped=False, source=source, more=more)
 
     def detach(self, hand: PlanInHand, row: int) -> None:
         """Undoes `attach`: all that the row wants remains to be computed."""
@@ -225,6 +278,11 @@ class SlotBlocks:
             self.host.pool.give_back(beginning.on_host, -1, self.completed_step)
         if beginning.source is not None:
             self.pool.give_back(np.array([beginning.source], np.int32), -1, self.completed_step)
+        for each, match in zip(self.more, beginning.more, strict=True):
+            if self.host is not None and not beginning.is_swapped:
+                self.host.more[each.kind - 1].give_back(match.on_host, -1, self.completed_step)
+            if match.source is not None:
+                each.pool.give_back(np.array([match.source], np.int32), -1, self.completed_step)
 
     def _num_swapped(self, slot: int) -> int:
         return 0 if self.host is None else self.host.num_tokens(int(self.sequence_ids[slot]))
@@ -242,6 +300,11 @@ class SlotBlocks:
         if self.slabs is not None:
             self.slabs.reserve(needs, hand)
 
+    def give_back_unused(self) -> None:
+        """Takes back what `reserve` lent to kinds that did not need it after all."""
+        if self.slabs is not None:
+            self.slabs.give_back_unused()
+
     def grow(self, hand: PlanInHand, slots: Indices, counts: Ints, num_blocks: int) -> tuple[Indices, Indices, Ints]:
         """Takes `num_blocks` new blocks, `counts[i]` for `slots[i]`.
 
@@ -257,14 +320,22 @@ class SlotBlocks:
         return table_slots, table_places, blocks
 
     def grow_more(self, hand: PlanInHand, growths: Sequence[Growth]) -> tuple[TableEntries, ...]:
-        """Takes the new blocks of the kinds after kind 0."""
+        """Takes the new blocks of the kinds after kind 0. Their entries come with those of shared blocks."""
         made = []
         for each, growth in zip(self.more, growths, strict=True):
+            slots, places, blocks = NO_INDICES, NO_INDICES, NO_INTS
             if growth.num_blocks:
                 slots = hand.plan.slots[growth.rows]
                 last_blocks = each.tables.last_blocks(slots)
                 blocks = each.pool.take_behind(last_blocks, growth.counts.tolist(), growth.num_blocks, hand)
-                made.append(TableEntries(each.kind, *each.tables.append(slots, growth.counts, blocks), blocks))
+                slots, places = each.tables.append(slots, growth.counts, blocks)
+            for slot, beginning in hand.begun.items():
+                first, found, _, _ = beginning.more[each.kind - 1]
+                slots = np.concatenate([slots, np.full(len(found), slot)])
+                places = np.concatenate([places, np.arange(first, first + len(found))])
+                blocks = np.concatenate([blocks, found])
+            if len(slots):
+                made.append(TableEntries(each.kind, slots, places, blocks))
         return tuple(made)
 
     def retire(self, slots: Indices, step: int) -> None:
@@ -273,10 +344,21 @@ class SlotBlocks:
         A slot has as many tokens as `step` surely leaves it: drafts do not count, as they may be rejected. If the step
         is voided, its slots are dropped.
         """
-        for pool, tables in self._windows:
+        for each in self._windows:
+            tables, pool = each.tables, each.pool
+            assert isinstance(tables, WindowTables)
             due = tables.due(slots)
             if len(due):
-                pool.give_back(tables.retire(due), step, self.completed_step)
+                owners, places = tables.to_retire(due)
+                blocks = tables.retire(due)
+                if self.publisher is not None:
+                    published = self.publisher.kinds[each.kind - 1]
+                    pool.pass_by(blocks[self.publisher.is_passed(published, owners, places)])
+                if self.publisher is None or len(np.unique(blocks)) == len(blocks):
+                    pool.give_back(blocks, step, self.completed_step)
+                else:  # some slots share blocks
+                    for slot in due.tolist():
+                        pool.give_back(blocks[owners == slot], step, self.completed_step)
 
     def _move_out(self, blocks: list[int], hand: PlanInHand | None) -> None:
         """Copies evicted blocks to the host, as far as there is room and it pays."""
@@ -300,6 +382,30 @@ class SlotBlocks:
         if moving:
             hand.copies.append(BlockCopy(Direction.OUT, np.array(moving, np.int32), places))
 
+    def _move_out_of(self, kind: int, blocks: list[int], hand: PlanInHand | None) -> None:
+        """The same for evicted blocks of a kind after kind 0: not for those that a window has passed."""
+        assert self.publisher is not None
+        if self.host is None:
+            return self.publisher.forget_blocks_of(kind, blocks)
+        assert hand is not None, "cached blocks are evicted outside a plan, and no step can copy them"
+        offload_policy, index = self.host.offload_policy, self.publisher.kinds[kind - 1].index
+        is_worthwhile = offload_policy.is_worthwhile(self.publisher.cache.num_host_hits, self.host.rates)
+        moving = [block for block in blocks if index.may_move_out(block, samples_only=not is_worthwhile)]
+        places = self.host.adopt(len(moving), hand.plan.step, hand.plan.generation, self.completed_step, kind)
+        moving = moving[: len(places)]
+        if is_worthwhile:
+            offload_policy.charge(round(len(moving) * self.host.weight(kind)))
+        self.publisher.forget_blocks_of(kind, set(blocks).difference(moving))
+        for block, place in zip(moving, places.tolist(), strict=True):
+            index.move_out(block, place)
+        if moving:
+            hand.copies.append(BlockCopy(Direction.OUT, np.array(moving, np.int32), places, kind))
+
+    def _forget_on_host_of(self, kind: int, places: list[int]) -> None:
+        if self.publisher is not None:
+            for place in places:
+                self.publisher.kinds[kind - 1].index.forget_on_host(place)
+
     def _forget_evicted_on_host(self, places: list[int], hand: PlanInHand | None) -> None:
         self._forget_on_host(places)
 
@@ -320,6 +426,13 @@ class SlotBlocks:
                 hand.copies.append(BlockCopy(Direction.IN, beginning.on_host, blocks))
             if not beginning.is_swapped:
                 self.host.pool.give_back(beginning.on_host, step, self.completed_step)
+            for each, match in zip(self.more, beginning.more, strict=True):
+                if len(match.on_host):
+                    first = match.first + len(match.shared)
+                    blocks = each.tables.blocks[slot, first : first + len(match.on_host)].copy()
+                    hand.copies.append(BlockCopy(Direction.IN, match.on_host, blocks, each.kind))
+                if not beginning.is_swapped:
+                    self.host.more[each.kind - 1].give_back(match.on_host, step, self.completed_step)
             self.host.release(int(self.sequence_ids[slot]), step, self.completed_step)
 
     def fork(self, hand: PlanInHand) -> None:
@@ -336,6 +449,20 @@ class SlotBlocks:
         if sources:
             copy = BlockCopy(Direction.FORK, np.array(sources, np.int32), np.array(destinations, np.int32))
             hand.copies.append(copy)
+            for each in self.more:
+                self._fork_more(hand, each)
+
+    def _fork_more(self, hand: PlanInHand, each: KindBlocks) -> None:
+        """The same for a kind after kind 0: a block that is copied is copied in every kind."""
+        sources, destinations = [], []
+        for slot, beginning in hand.begun.items():
+            source = beginning.more[each.kind - 1].source
+            if source is not None:
+                sources.append(source)
+                destinations.append(int(each.tables.blocks[slot, beginning.num_whole]))
+                each.pool.give_back(np.array([source], np.int32), hand.plan.step, self.completed_step)
+        arrays = np.array(sources, np.int32), np.array(destinations, np.int32)
+        hand.copies.append(BlockCopy(Direction.FORK, *arrays, each.kind))
 
     def take_started(self, hand: PlanInHand, slots: Indices) -> tuple[Started, ...]:
         """The starts of these slots that were not sent with a grant yet."""
@@ -363,7 +490,8 @@ class SlotBlocks:
             each.pool.complete_steps(completed_step)
         if self.host is not None:
             self.host.forget_all(last_granted)
-            self.host.pool.complete_steps(completed_step)
+            for pool in (self.host.pool, *self.host.more):
+                pool.complete_steps(completed_step)
 
     def check(self) -> None:
         """Raises AssertionError unless pools, tables and cache agree (I3, I4, I11).

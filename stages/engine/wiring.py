@@ -242,9 +242,9 @@ class CoreStages:
             first_step=first_step,
         )
         layout = info.kv_layout
-        is_shared = layout is None or not layout.has_windows  # what slid out of a window cannot be found or swapped
-        cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching and is_shared else None
-        num_host_blocks = info.num_host_blocks if is_shared else 0
+        keeps_all = layout is None or layout.kinds[0].window is None  # else no kind has whole beginnings of sequences
+        cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching and keeps_all else None
+        num_host_blocks = info.num_host_blocks if keeps_all else 0
         host = HostTier.of(num_host_blocks, info.block_size, info.num_more_host_blocks, layout)
         sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
         self.allocate = Allocate(*sizes, cache, host, layout)

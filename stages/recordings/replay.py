@@ -90,14 +90,16 @@ class ReplayedCore:
             short_length=engine.short_length,
             max_loras=engine.max_loras,
         )
-        cache = PrefixCache(engine.block_size) if engine.enable_prefix_caching else None
-        host = HostTier.of(engine.num_host_blocks, engine.block_size, engine.num_more_host_blocks, engine.kv_layout)
+        keeps_all = engine.kv_layout is None or engine.kv_layout.kinds[0].window is None  # as in an engine
+        cache = PrefixCache(engine.block_size) if engine.enable_prefix_caching and keeps_all else None
+        num_host_blocks = engine.num_host_blocks if keeps_all else 0
+        host = HostTier.of(num_host_blocks, engine.block_size, engine.num_more_host_blocks, engine.kv_layout)
         sizes = (engine.num_blocks, engine.block_size, engine.max_num_seqs, engine.max_model_len)
         self.env = env or ManualEnv()
         self.tracer = tracer or Tracer(self.env, enabled=False)
         self.lane = ControlLane("control")
         self.schedule = Schedule(limits, engine.max_waiting, policy or built_in_policy(engine), drafter)
-        self.allocate = Allocate(*sizes, cache, host)
+        self.allocate = Allocate(*sizes, cache, host, engine.kv_layout)
         self.schedule.call_log = self.allocate.call_log = self._captured = _CapturedCalls()
         run_at_once(self.schedule.setup(self.context("schedule")))
         run_at_once(self.allocate.setup(self.context("allocate")))

@@ -8,12 +8,17 @@ from random import Random
 import numpy as np
 import pytest
 
+from millrace.kernels.layout.kv_layout import KVKind
 from millrace.stages.allocate.block_pool import BlockPool
 from millrace.stages.allocate.kind_index import KindIndex, num_usable
 from millrace.stages.allocate.prefix_cache import BlockChain, PrefixCache, PrefixMatch
 
 SIZE = 2  # tokens a block
 ALL = None  # a kind without a window
+
+
+def kind_of(window: int | None) -> KVKind:
+    return KVKind("full" if window is None else "window", (0,), window, 1, 8, 8, 64)
 
 
 def cache_of(*windows: int | None, min_fork: int = 1) -> PrefixCache:
@@ -23,7 +28,7 @@ def cache_of(*windows: int | None, min_fork: int = 1) -> PrefixCache:
     pools = [BlockPool(64, SIZE) for _ in windows]
     for pool in pools:
         pool.take(64)
-    cache.kinds = [KindIndex(window, SIZE, pool) for window, pool in zip(windows, pools, strict=True)]
+    cache.kinds = [KindIndex(kind_of(window), SIZE, pool) for window, pool in zip(windows, pools, strict=True)]
     return cache
 
 
@@ -65,6 +70,11 @@ def test_a_hit_has_the_whole_window_before_it_and_no_more(window: int | None, se
     (more,) = match.more
     assert more.first == 5 - seen and more.shared.tolist() == [20, 21, 22, 23, 24][5 - seen :]
     cache.check()
+
+
+def test_a_chunk_needs_its_own_blocks_only():
+    kind = KVKind("chunk", (0,), 6, 1, 8, 8, 64)
+    assert KindIndex(kind, SIZE, BlockPool(1, SIZE)).firsts_seen(7) == [0, 0, 0, 3, 3, 3, 6, 6]
 
 
 def test_a_hole_in_the_window_cuts_the_hit_to_the_last_place_that_has_one():
@@ -171,7 +181,7 @@ def test_one_pass_finds_the_longest_usable_start_at_random(seed: int):
         count = dice.randint(0, 12)
         kinds = []
         for window in windows:
-            index = KindIndex(window, SIZE, BlockPool(1, SIZE))
+            index = KindIndex(kind_of(window), SIZE, BlockPool(1, SIZE))
             for number in range(count):
                 where = dice.choices(("device", "host", "nowhere"), (6, 2, 1))[0]
                 if where == "device":

@@ -1,6 +1,8 @@
 """The map of the KV cache for the dashboard: one number per block, in full and then as changes.
 
 0 free, 1 cached, 2 quarantined, 3 used by several sequences, 4 + slot: used by the sequence in that slot
+
+With several kinds of memory the numbers are those of equal cells of its slabs, and the map says which kind has a slab.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class BlockMap:
     def __init__(self) -> None:
         self._cells: Cells | None = None
         self._owners: dict[int, str] | None = None
+        self._slab_kinds: str | None = None
 
     def next(
         self, block_owners: BlockOwners, may_see: Callable[[str], bool] = lambda request_id: True
@@ -57,6 +60,7 @@ class BlockMap:
 
         `cells` (u16) has all blocks; or `at` (u32) has the ids of changed blocks and `to` (u16) their numbers. All are
         little-endian in base64. `owners` is slot -> request id of requests that the viewer `may_see`, if changed.
+        `slabs`, with several kinds of memory and if changed, has the kind of each (u8, 255: none).
         """
         cells = block_cells(block_owners.blocks)
         owners = {slot: request_id for slot, request_id in block_owners.owners.items() if may_see(request_id)}
@@ -73,6 +77,9 @@ class BlockMap:
         if owners != self._owners:
             changes["owners"] = {str(slot): request_id for slot, request_id in owners.items()}
         self._cells, self._owners = cells, owners
+        if (slabs := block_owners.blocks.slabs) is not None and (of := _text(slabs.kind_of, "<u1")) != self._slab_kinds:
+            changes["slabs"] = {"kinds": list(slabs.kinds), "cells_per_slab": slabs.cells_per_slab, "of": of}
+            self._slab_kinds = of
         return changes
 
 

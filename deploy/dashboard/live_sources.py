@@ -64,8 +64,7 @@ class LiveSources:
         num_prompt, num_generated = self.metrics.num_tokens(engine)
         if (core := engine.status().core) is None:
             return Counts(len(engine.exit.live), 0, 0.0, num_generated, num_prompt, 0)
-        scheduler, pool = core.scheduler, core.cache.pool
-        held = pool.num_in_use / max(1, pool.num_blocks)
+        scheduler, held = core.scheduler, core.cache.used_share
         waiting, preemptions = scheduler.num_waiting, scheduler.num_preemptions
         return Counts(scheduler.num_running, waiting, held, num_generated, num_prompt, preemptions)
 

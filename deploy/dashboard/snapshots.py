@@ -57,7 +57,7 @@ def core_figures(scheduler: SchedulerStatus, cache: CacheStatus) -> dict[str, An
         "max_num_seqs": scheduler.max_num_seqs,
         "admission_blocked_reason": scheduler.admission_blocked_reason,
         "prefix_cache": counts,
-        "blocks": block_counts(cache.pool),
+        "blocks": block_counts(cache.memory),
         "host_blocks": None if cache.host is None else block_counts(cache.host.pool),
     }
 

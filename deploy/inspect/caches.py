@@ -20,7 +20,7 @@ def caches(engine: Engine, service: Service) -> list[CacheUse]:
     found += [read() for read in service.caches]
     found.append(CacheUse("tokenizer_words", None, TOKENIZER_WORDS))
     if (core := engine.status().core) is not None:
-        pool = core.cache.pool
+        pool = core.cache.memory
         grammars = engine.grammars
         found.append(CacheUse("grammars", len(grammars), grammars.max_grammars, grammars.num_bytes, grammars.max_bytes))
         found.append(CacheUse("prefix_blocks", pool.num_cached + pool.num_in_use, pool.num_blocks))

@@ -10,6 +10,7 @@ from .caches import caches
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
+    from ...stages.engine.engine_status import PoolStatus
     from ...stages.outputs import ModelInfo
     from ..api.service import Service
 
@@ -68,13 +69,13 @@ def load(engine: Engine, num_live: int) -> dict[str, Any]:
     `num_live` counts requests, including those whose body, tokens or grammar are not ready.
     """
     core = engine.status().core
-    scheduler, pool = (None, None) if core is None else (core.scheduler, core.cache.pool)
+    scheduler = None if core is None else core.scheduler
     return {
         "server_load": num_live,
         "waiting": engine.admission.num_waiting if scheduler is None else scheduler.num_waiting,
         "running": 0 if scheduler is None else scheduler.num_running,
         "swapped": 0 if scheduler is None else scheduler.num_swapped,
-        "kv_usage": 0.0 if pool is None else round(pool.num_in_use / pool.num_blocks, 6),
+        "kv_usage": 0.0 if core is None else round(core.cache.used_share, 6),
         "estimated_wait_s": round(engine.admission.estimate_wait_s(), 3) if engine.admission.num_waiting else 0.0,
     }
 
@@ -100,14 +101,35 @@ def _shown(kind: Kind, settings: dict[str, Any]) -> dict[str, Any]:
     return {name: HIDDEN if fields[name].info.is_secret and value else value for name, value in settings.items()}
 
 
-def _blocks(engine: Engine) -> dict[str, int] | None:
-    """Current KV blocks by state. Each block is free, used, cached or quarantined; `shared` is a part of `used`."""
+def _blocks(engine: Engine) -> dict[str, Any] | None:
+    """Current KV blocks by state. Each block is free, used, cached or quarantined; `shared` is a part of `used`.
+
+    With several kinds of memory these are the blocks of the first, and `kinds` has those of each.
+    """
     if (core := engine.status().core) is None:
         return None
-    pool = core.cache.pool
+    cache, layout = core.cache, engine.info.kv_layout
+    found: dict[str, Any] = {"block_size": engine.info.block_size} | _by_state(cache.pool)
+    if cache.kinds and layout is not None:
+        found["num_slabs"], found["slab_bytes"] = cache.num_slabs, layout.slab_bytes
+        found["kinds"] = [
+            {
+                "name": kind.name,
+                "window": kind.window,
+                "num_layers": len(kind.layers),
+                "block_bytes": kind.block_bytes,
+                "blocks_per_slab": size,
+                "num_slabs": use.num_slabs,
+            }
+            | _by_state(use.pool)
+            for kind, size, use in zip(layout.kinds, layout.blocks_per_slab, cache.kinds, strict=True)
+        ]
+    return found
+
+
+def _by_state(pool: PoolStatus) -> dict[str, int]:
     return {
         "num_blocks": pool.num_blocks,
-        "block_size": engine.info.block_size,
         "free": pool.num_free,
         "used": pool.num_in_use,
         "shared": pool.num_shared,

@@ -163,10 +163,15 @@ class Metrics:
         yield gauge(
             "millrace:num_requests_parked", "Sequences whose clients do not read.", scheduler.num_parked, labels
         )
-        used = pool.num_in_use / pool.num_blocks
+        used = core.cache.used_share
         yield gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used, labels)
         yield _cache_config(engine, labels)
-        yield _blocks("millrace:kv_blocks", "KV blocks by state; shared ones are also in used.", pool, labels)
+        text = "KV blocks by state; shared ones are also in used."
+        if core.cache.kinds:
+            yield _blocks_of_kinds(text, core.cache, labels)
+            yield _slabs(core.cache, labels)
+        else:
+            yield _blocks("millrace:kv_blocks", text, pool, labels)
         yield _admission_blocked(scheduler.admission_blocked_reason)
         budget = scheduler.step_token_budget
         yield gauge("millrace:step_token_budget", "Token budget of a step with prefills and decodes.", budget, labels)
@@ -289,16 +294,43 @@ def _admission_blocked(reason: str) -> Metric:
 
 def _blocks(name: str, text: str, pool: PoolStatus, labels: dict[str, str]) -> Metric:
     blocks = GaugeMetricFamily(name, text, labels=[*labels, "state"])
-    counts = {
+    for state, count in _by_state(pool).items():
+        blocks.add_metric([*labels.values(), state], count)
+    return blocks
+
+
+def _blocks_of_kinds(text: str, cache: CacheStatus, labels: dict[str, str]) -> Metric:
+    """As `_blocks`, by kind of memory. Blocks of slabs that a kind does not have count as none of its."""
+    blocks = GaugeMetricFamily("millrace:kv_blocks", text, labels=[*labels, "kind", "state"])
+    for number, kind in enumerate(cache.kinds):
+        for state, count in _by_state(kind.pool).items():
+            blocks.add_metric([*labels.values(), kind_label(cache, number), state], count)
+    return blocks
+
+
+def _slabs(cache: CacheStatus, labels: dict[str, str]) -> Metric:
+    slabs = GaugeMetricFamily("millrace:kv_slabs", "KV slabs by the kind that has them.", labels=[*labels, "kind"])
+    for number, kind in enumerate(cache.kinds):
+        slabs.add_metric([*labels.values(), kind_label(cache, number)], kind.num_slabs)
+    free = cache.num_slabs - sum(kind.num_slabs for kind in cache.kinds)
+    slabs.add_metric([*labels.values(), "none"], free)
+    return slabs
+
+
+def kind_label(cache: CacheStatus, number: int) -> str:
+    """The name of a kind, with its number if another has the same."""
+    names = [kind.name for kind in cache.kinds]
+    return names[number] if names.count(names[number]) == 1 else f"{names[number]}_{number}"
+
+
+def _by_state(pool: PoolStatus) -> dict[str, int]:
+    return {
         "free": pool.num_free,
         "used": pool.num_in_use,
         "shared": pool.num_shared,
         "cached": pool.num_cached,
         "quarantined": pool.num_quarantined,
     }
-    for state, count in counts.items():
-        blocks.add_metric([*labels.values(), state], count)
-    return blocks
 
 
 def _startup(engine: Engine) -> Metric:

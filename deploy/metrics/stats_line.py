@@ -59,12 +59,12 @@ class StatsLine:
     def _log(self, counts: _Counts, passed_s: float) -> None:
         in_core: dict[str, float | None] = {}
         if (core := self._engine.status().core) is not None:
-            scheduler, pool = core.scheduler, core.cache.pool
+            scheduler = core.scheduler
             in_core = {
                 "num_running": scheduler.num_running,
                 "num_waiting": scheduler.num_waiting,
                 "num_swapped": scheduler.num_swapped,
-                "kv_usage": round(pool.num_in_use / pool.num_blocks, 4),
+                "kv_usage": round(core.cache.used_share, 4),
                 "prefix_hit_rate": round(counts.num_hits / counts.num_queries, 4) if counts.num_queries else None,
                 "num_preemptions": counts.num_preemptions,
             }

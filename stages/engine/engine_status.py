@@ -102,6 +102,15 @@ class PoolStatus:
 
 
 @message
+class KindStatus:
+    """One kind of memory, where there are several (see `KVLayout`)."""
+
+    name: str
+    pool: PoolStatus  # `num_blocks`: if it had all slabs
+    num_slabs: int  # that it has now
+
+
+@message
 class HostStatus:
     """The host tier."""
 
@@ -120,6 +129,15 @@ class PrefixStatus:
 
 
 @message
+class SlabStatus:
+    """The slabs of a cache of several kinds (see `KVLayout`)."""
+
+    kinds: tuple[str, ...]  # names
+    cells_per_slab: int
+    kind_of: NDArray[np.uint8]  # [slabs] the kind that has it; 255: none
+
+
+@message
 class BlockStatus:
     """The state and owner of each block. Read only on request."""
 
@@ -127,6 +145,7 @@ class BlockStatus:
     num_tables: Ints  # [N]
     num_held: Ints  # [S] blocks of each slot
     table_blocks: Ints  # [sum of num_held] slot by slot, in token order
+    slabs: SlabStatus | None = None  # of a cache of several kinds, whose slabs are drawn as equal cells, [N] in all
 
 
 @message
@@ -139,6 +158,26 @@ class CacheStatus:
     num_held: Ints  # [S] blocks of each slot
     waste: float  # unused share of the blocks held
     blocks: BlockStatus | None = None  # None: not asked for
+    kinds: tuple[KindStatus, ...] = ()  # with several kinds of memory, of which `pool` is the first
+    num_slabs: int = 0  # in all; 0: there is one kind
+
+    @property
+    def used_share(self) -> float:
+        """The share of the memory that running sequences use."""
+        pools = [kind.pool for kind in self.kinds] or [self.pool]
+        return sum(pool.num_in_use / pool.num_blocks for pool in pools)
+
+    @property
+    def memory(self) -> PoolStatus:
+        """All memory as one pool: of several kinds, in blocks of the smallest, all slabs included."""
+        if not self.kinds:
+            return self.pool
+        most = max(kind.pool.num_blocks for kind in self.kinds)
+        names = ("num_in_use", "num_shared", "num_cached", "num_quarantined")
+        in_use, shared, cached, quarantined = (
+            round(sum(getattr(kind.pool, name) * most / kind.pool.num_blocks for kind in self.kinds)) for name in names
+        )
+        return PoolStatus(most, most - in_use - cached - quarantined, in_use, shared, cached, quarantined)
 
 
 @message
@@ -163,7 +202,17 @@ class CoreReport:
 
 STATUS_TYPES: tuple[type, ...] = (
     *(CoreReport, CoreStatus, SchedulerStatus, DraftStatus, AdapterSlotsStatus, SequencesStatus, CacheStatus),
-    *(PoolStatus, HostStatus, PrefixStatus, BlockStatus, HistogramStatus, StageStatus, ChannelStatus),
+    *(
+        PoolStatus,
+        KindStatus,
+        HostStatus,
+        PrefixStatus,
+        BlockStatus,
+        SlabStatus,
+        HistogramStatus,
+        StageStatus,
+        ChannelStatus,
+    ),
 )
 
 

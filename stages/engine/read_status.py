@@ -18,11 +18,13 @@ from .engine_status import (
     CoreStatus,
     DraftStatus,
     HostStatus,
+    KindStatus,
     PoolStatus,
     PrefixStatus,
     SchedulerStatus,
     SequencesStatus,
 )
+from .slab_cells import read_slab_cells
 
 if TYPE_CHECKING:
     from ..allocate.allocator import Allocator
@@ -80,11 +82,15 @@ def read_cache(allocator: Allocator, *, with_blocks: bool = False) -> CacheStatu
         num_held=np.array(tables.num_blocks, np.int32),
         waste=float(tables.waste),
         blocks=read_blocks(allocator) if with_blocks else None,
+        kinds=_kinds(allocator),
+        num_slabs=0 if allocator.layout is None or len(allocator.kinds) == 1 else allocator.layout.num_slabs,
     )
 
 
 def read_blocks(allocator: Allocator) -> BlockStatus:
     tables, pool = allocator.tables, allocator.pool
+    if len(allocator.kinds) > 1:
+        return read_slab_cells(allocator)
     num_held = np.array(tables.num_blocks, np.int32)
     held = [tables.blocks[slot, : num_held[slot]] for slot in np.flatnonzero(num_held).tolist()]
     table_blocks = np.concatenate(held) if held else np.zeros(0, np.int32)
@@ -108,6 +114,17 @@ def owners_of(sequences: SequencesStatus, request_id: Callable[[int], str | None
 def _pool(pool: BlockPool) -> PoolStatus:
     counts = (pool.num_free, pool.num_in_use, pool.num_shared, pool.num_cached, pool.num_quarantined)
     return PoolStatus(pool.num_blocks, *counts)
+
+
+def _kinds(allocator: Allocator) -> tuple[KindStatus, ...]:
+    layout = allocator.layout
+    if layout is None or len(layout.kinds) == 1:
+        return ()
+    sizes = zip(layout.kinds, allocator.kinds, layout.blocks_per_slab, strict=True)
+    return tuple(
+        KindStatus(kind.name, _pool(each.pool), (each.pool.num_blocks - each.pool.num_absent) // size)
+        for kind, each, size in sizes
+    )
 
 
 def _adapters(lines: AdapterLines) -> AdapterSlotsStatus:

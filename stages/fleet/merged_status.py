@@ -22,10 +22,12 @@ from ..engine.engine_status import (
     CoreStatus,
     DraftStatus,
     HostStatus,
+    KindStatus,
     PoolStatus,
     PrefixStatus,
     SchedulerStatus,
     SequencesStatus,
+    SlabStatus,
 )
 from ..messages import Ints
 
@@ -194,6 +196,8 @@ def _cache(cores: Mapping[int, CoreStatus], ended: Sequence[CacheStatus], num_sl
         num_held=_by_slot({index: one.num_held for index, one in by_core.items()}, num_slots),
         waste=sum(one.waste * one.pool.num_in_use for one in present) / in_use if in_use else 0.0,
         blocks=_blocks({index: one.blocks for index, one in by_core.items()}, num_slots),
+        kinds=_kinds(present),
+        num_slabs=sum(one.num_slabs for one in present),
     )
 
 
@@ -230,6 +234,20 @@ def _blocks(by_core: Mapping[int, BlockStatus | None], num_slots: int) -> BlockS
         np.concatenate([one.num_tables for one in some]),
         _by_slot({index: one.num_held for index, one in known.items()}, num_slots),
         np.concatenate(tables).astype(np.int32),
+        _slabs([one.slabs for one in some if one.slabs is not None]),
+    )
+
+
+def _slabs(parts: Sequence[SlabStatus]) -> SlabStatus | None:
+    return replace(parts[0], kind_of=np.concatenate([one.kind_of for one in parts])) if parts else None
+
+
+def _kinds(present: Sequence[CacheStatus]) -> tuple[KindStatus, ...]:
+    """The kinds of memory of all processes, which have the same."""
+    by_kind = zip(*(one.kinds for one in present), strict=True)
+    return tuple(
+        KindStatus(some[0].name, _sum(PoolStatus, [one.pool for one in some]), sum(one.num_slabs for one in some))
+        for some in by_kind
     )
 
 

@@ -39,6 +39,7 @@ class Holder:
     sequence_id: int
     num_tokens: int  # with a place in the blocks
     blocks: tuple[int, ...]  # in token order; other slots may share them
+    more_blocks: tuple[tuple[int, ...], ...] = ()  # those of each kind of memory after the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,15 @@ class PoolState:
 
 
 @dataclass(frozen=True, slots=True)
+class KindState:
+    """The blocks of one kind of memory after the first. Those of slabs that it does not have are absent."""
+
+    name: str
+    device: PoolState
+    host: PoolState | None
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryState:
     """All memory, and all sequences that use it or wait for it."""
 
@@ -70,9 +80,12 @@ class MemoryState:
     swapped: tuple[tuple[int, tuple[int, ...]], ...]  # (sequence, its blocks on the host)
     sequences: tuple[SequenceState, ...]  # by id
     admission_blocked_reason: str  # what the first request in the queue lacks: blocks, swapped, or ""
+    more_kinds: tuple[KindState, ...] = ()  # of memory, after the first, which the fields above have
 
-    def holders_of(self, block: int) -> list[Holder]:
-        """The slots that hold a block of the device."""
+    def holders_of(self, block: int, kind: int = 0) -> list[Holder]:
+        """The slots that hold a block of the device, of a kind of memory."""
+        if kind:
+            return [holder for holder in self.holders if block in holder.more_blocks[kind - 1]]
         return [holder for holder in self.holders if block in holder.blocks]
 
 
@@ -84,9 +97,10 @@ def memory_state(scheduler: Scheduler, allocator: Allocator) -> MemoryState:
     tables, host, table = allocator.tables, allocator.host, scheduler.slots
     holders = []
     for slot in np.flatnonzero(tables.capacity).tolist():
-        held = tables.blocks[slot, : int(tables.capacity[slot]) // tables.block_size]
+        held = tables.held_by(slot)
+        more = tuple(tuple(each.tables.held_by(slot).tolist()) for each in allocator.kinds[1:])
         sequence_id = int(allocator.sequence_ids[slot])
-        holders.append(Holder(slot, sequence_id, int(tables.num_tokens[slot]), tuple(held.tolist())))
+        holders.append(Holder(slot, sequence_id, int(tables.num_tokens[slot]), tuple(held.tolist()), more))
     sequences = []
     for sequence_id, sequence in sorted(scheduler.sequences.items()):
         num_known = int(table.num_known[sequence.slot]) if sequence.slot >= 0 else len(sequence.token_ids)
@@ -101,4 +115,17 @@ def memory_state(scheduler: Scheduler, allocator: Allocator) -> MemoryState:
         swapped=() if host is None else tuple((key, tuple(host.blocks(key).tolist())) for key in host.sequence_ids()),
         sequences=tuple(sequences),
         admission_blocked_reason=scheduler.admission_blocked_reason,
+        more_kinds=_more_kinds(allocator),
+    )
+
+
+def _more_kinds(allocator: Allocator) -> tuple[KindState, ...]:
+    layout, host = allocator.layout, allocator.host
+    if layout is None:
+        return ()
+    pools = [None] * len(allocator.kinds) if host is None else [host.pool, *host.more]
+    rows = list(zip(layout.kinds, allocator.kinds, pools, strict=True))[1:]
+    return tuple(
+        KindState(kind.name, PoolState.of(each.pool), None if pool is None else PoolState.of(pool))
+        for kind, each, pool in rows
     )

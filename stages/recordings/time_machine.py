@@ -112,8 +112,11 @@ class Checkpoints:
 
 def _place_bytes(engine: RecordedEngine) -> int:
     """The approximate size of a place in bytes: state of blocks, prefix cache and slots."""
-    num_blocks = engine.num_blocks + engine.num_host_blocks
-    of_tables = 4 * engine.max_num_seqs * engine.max_model_len // engine.block_size
+    layout = engine.kv_layout
+    num_blocks = engine.num_blocks if layout is None else sum(layout.num_blocks)
+    num_blocks += engine.num_host_blocks + sum(engine.num_more_host_blocks)
+    num_kinds = 1 if layout is None else len(layout.kinds)
+    of_tables = 4 * num_kinds * engine.max_num_seqs * engine.max_model_len // engine.block_size
     return (1024 if engine.enable_prefix_caching else 32) * num_blocks + of_tables + 2**16
 
 

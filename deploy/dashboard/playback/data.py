@@ -160,7 +160,13 @@ class PlaybackData:
         return {"rows": [row | {"source": "recording", "help": HELP.get(row["name"], "")} for row in rows]}
 
     def changed_s(self, now_ns: int) -> NDArray[np.float64]:
-        """[N] seconds at which each block last changed its state or its table."""
+        """[N] seconds at which each block last changed its state or its table.
+
+        With several kinds of memory the trace has no blocks of cells, so that it is the beginning for all.
+        """
+        layout = self.film.recording.engine.kv_layout
+        if layout is not None:
+            return np.full(layout.num_slabs * max(layout.blocks_per_slab), self.film.began_s)
         when_ns, firsts, counts = self._changes
         end = int(np.searchsorted(when_ns, now_ns, "right"))
         firsts, counts = firsts[:end], counts[:end]

@@ -175,8 +175,25 @@ class Memory(Shape):
     kv_cache: CacheSize
 
 
+class BlocksOfKind(Shape):
+    """The blocks of one kind of memory, of which `num_slabs` slabs are lent to it."""
+
+    name: Literal["full", "window", "chunk", "latent"]
+    window: Count | None
+    num_layers: Count
+    block_bytes: Count
+    blocks_per_slab: Count
+    num_slabs: Count
+    num_blocks: Count
+    free: Count
+    used: Count
+    shared: Count
+    cached: Count
+    quarantined: Count
+
+
 class Blocks(Shape):
-    """KV blocks by state; `shared` is a part of `used`."""
+    """KV blocks by state; `shared` is a part of `used`. With several kinds of memory, those of the first."""
 
     num_blocks: Count
     block_size: Count
@@ -185,6 +202,9 @@ class Blocks(Shape):
     shared: Count
     cached: Count
     quarantined: Count
+    num_slabs: Count | None = None  # this and the next: with several kinds of memory
+    slab_bytes: Count | None = None
+    kinds: list[BlocksOfKind] | None = None
 
 
 class EngineOfFleet(Shape):

@@ -85,7 +85,19 @@ function paint(canvas, grid) {
       context.fillRect(x, bottom - tall, side, tall);
       bottom -= tall;
     }
+    const kind = group === 1 && !grid.ids && grid.map.slabs ? grid.map.slabs.of[Math.floor(cell / grid.map.slabs.cells_per_slab)] : 255;
+    if (kind && kind !== 255 && size > 5) { // a line below the cells of kinds after the first, one for each
+      context.fillStyle = palette[NUM_COLOURS - 1];
+      for (let line = 0; line < Math.min(kind, 2); line++) context.fillRect(x, y + side - 1 - 2 * line, side, 1);
+    }
   }
+}
+
+// With several kinds of memory a cell is a part of a slab, which one kind has.
+function placeOfCell({ slabs }, id) {
+  if (!slabs) return `Block ${count(id)}`;
+  const slab = Math.floor(id / slabs.cells_per_slab);
+  return `Slab ${count(slab)}, ${slabs.of[slab] === 255 ? "of no kind" : `of kind ${slabs.kinds[slabs.of[slab]]}`}`;
 }
 
 function describe({ map, ids, nowS, total, group }, at) {
@@ -106,5 +118,5 @@ function describe({ map, ids, nowS, total, group }, at) {
   const cell = map.cells[id];
   const state = cell >= FIRST_SLOT ? `in use by ${shortId(map.owners[cell - FIRST_SLOT] ?? `slot ${cell - FIRST_SLOT}`)}` : STATES[cell];
   const atLeast = map.since[id] <= map.openedS ? "at least " : "";
-  return `Block ${count(id)}: ${state}, unchanged for ${atLeast}${seconds(Math.max(0, nowS - map.since[id]))}`;
+  return `${placeOfCell(map, id)}: ${state}, unchanged for ${atLeast}${seconds(Math.max(0, nowS - map.since[id]))}`;
 }

@@ -23,16 +23,17 @@ const u32 = (text) => new Uint32Array(bytes(text).buffer);
 
 // The map of blocks. `cells`: the server's number of each block. `since`: the time of its last change in seconds on the
 // engine's clock, as seen by this page from `openedS` on, or from the recording. `changed`: indices changed by the last
-// update; null: all.
+// update; null: all. `slabs`: with several kinds of memory, the kind of each slab of `cells_per_slab` cells (255: none).
 function blocks(before, news, now) {
   const owners = news.owners ?? before?.owners ?? {};
+  const slabs = news.slabs ? { ...news.slabs, of: bytes(news.slabs.of) } : before?.slabs;
   if (news.cells) {
     const cells = u16(news.cells);
     const since = new Float64Array(cells.length).fill(now);
-    if (news.changed_s) return { cells, since: told(news), owners, openedS: news.began_s, changed: null, blockSize: news.block_size };
+    if (news.changed_s) return { cells, since: told(news), owners, slabs, openedS: news.began_s, changed: null, blockSize: news.block_size };
     if (before?.cells.length === cells.length)
       for (let i = 0; i < cells.length; i++) if (cells[i] === before.cells[i]) since[i] = before.since[i];
-    return { cells, since, owners, openedS: before?.openedS ?? now, changed: null, blockSize: news.block_size };
+    return { cells, since, owners, slabs, openedS: before?.openedS ?? now, changed: null, blockSize: news.block_size };
   }
   if (!before) return before;
   let changed = new Uint32Array(0);
@@ -44,7 +45,7 @@ function blocks(before, news, now) {
       before.since[changed[i]] = now;
     }
   }
-  return { ...before, owners, changed, since: news.changed_s ? told(news) : before.since };
+  return { ...before, owners, slabs, changed, since: news.changed_s ? told(news) : before.since };
 }
 
 const told = ({ began_s: began, changed_s: changed }) =>

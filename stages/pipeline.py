@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..runtime.exit import Exit
-from ..runtime.graph import Port
+from ..runtime.graph import Edge, Port
 from ..runtime.pipeline import Pipeline
 from ..runtime.stage import Stage
 
@@ -162,3 +162,26 @@ def build_encoder_pipeline(
     connect("tokenize", "encode", capacity=ENTRY_CAPACITY, reason="prompts to batch")
     connect("encode", "exit", capacity=TEXT_CAPACITY, reason="slack until the exit's turn; it never blocks")
     return pipeline
+
+
+def edges_to_loop(pipeline: Pipeline, requests: str, tokens: str) -> tuple[Edge, Edge]:
+    """The edges from a pipeline of split mode to the step loop, and back, by the names of their channels.
+
+    A stage of one's own may have the open end of the pipeline.
+    """
+    (a, b), (c, d) = requests.split("->"), tokens.split("->")
+    source, target = _port(a), _port(d)
+    for port in pipeline.open_ports:
+        if port.port in pipeline.stages[port.stage].outputs:
+            source = port
+        else:
+            target = port
+    return (
+        Edge(source, _port(b), ENTRY_CAPACITY, "wait", "a burst of prompts tokenized at once"),
+        Edge(_port(c), target, TEXT_CAPACITY, "wait", "steps that wait to become text"),
+    )
+
+
+def _port(text: str) -> Port:
+    stage, _, port = text.partition(".")
+    return Port(stage, port)

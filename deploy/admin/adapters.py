@@ -71,10 +71,10 @@ class AdapterAdminRoutes:
 
     async def add(self, request: web.Request) -> web.Response:
         """`POST /admin/adapters`: as `load`, and answers what `GET` tells of the adapter."""
-        gate = self.service.require_adapters()
+        adapters = self.service.require_adapters()
         body = await read(request, self.service.config, self._threads, self._add_body)
         await self._load(body.name, body.path, "name", "replace" if not body.replace else "")
-        return answer(self._state(gate.registry.require(body.name), self._slots()))
+        return answer(self._state(adapters.require(body.name), self._places()))
 
     async def remove(self, request: web.Request) -> web.Response:
         """`DELETE /admin/adapters/{name}`: the name is gone at once.
@@ -97,7 +97,7 @@ class AdapterAdminRoutes:
             raise ApiError("invalid_value", f"where = {where[:64]!r}: must be host or device", param="where")
         try:
             await engine.pin_adapter(name, on_device=where == "device")
-            return answer(self._state(adapters.registry.require(name), self._slots()))
+            return answer(self._state(adapters.require(name), self._places()))
         except RequestError as error:
             raise _known(error) from error
 
@@ -106,7 +106,7 @@ class AdapterAdminRoutes:
         adapters, engine, name = self.service.require_adapters(), self.service.require_engine(), _name(request)
         try:
             engine.unpin_adapter(name)
-            return answer(self._state(adapters.registry.require(name), self._slots()))
+            return answer(self._state(adapters.require(name), self._places()))
         except RequestError as error:
             raise _known(error) from error
 
@@ -115,11 +115,11 @@ class AdapterAdminRoutes:
         adapters, engine = self.service.require_adapters(), self.service.require_engine()
         if name in self.service.model_names:
             raise ApiError("invalid_value", f"{field} = {name[:64]!r}: is the model's own name", param=field)
-        if replaces and name in adapters.registry:
+        if replaces and name in adapters:
             message = f"{field} = {name[:64]!r}: is in use; set {replaces} to replace it"
             raise ApiError("invalid_value", message, param=field)
         try:
-            await engine.load_adapter(name, adapters.registry.path_of(path, name))
+            await engine.load_adapter(name, adapters.path_of(path, name))
         except RequestError as error:
             raise _known(error) from error
 
@@ -134,30 +134,34 @@ class AdapterAdminRoutes:
 
     async def adapters(self, request: web.Request) -> web.Response:
         """`GET /admin/adapters`: every adapter with what it takes, who uses it and where it is."""
-        gate = self.service.require_adapters()
+        adapters = self.service.require_adapters()
         await self.service.require_engine().refresh()
-        slots = self._slots()
-        return answer({"adapters": [self._state(entry, slots) for entry in gate.registry]})
+        places = self._places()
+        return answer({"adapters": [self._state(entry, places) for entry in adapters]})
 
-    def _slots(self) -> dict[str, tuple[str, int]]:
-        """By digest: the state of its device slot, and the sequences that hold it."""
-        core = self.service.require_engine().status().core
+    def _places(self) -> tuple[Mapping[str, int], Mapping[str, tuple[str, int]]]:
+        """By digest: the requests that use it on the host; the state of its device slot, and the sequences there."""
+        status = self.service.require_engine().status()
+        host, core = status.front.adapters, status.core
         slots = () if core is None or core.scheduler.adapters is None else core.scheduler.adapters.slots
-        return {digest: (state, num_running) for state, digest, num_running in slots if digest}
+        on_device = {digest: (state, num_running) for state, digest, num_running in slots if digest}
+        return {} if host is None else host.num_users, on_device
 
-    def _state(self, entry: AdapterEntry, slots: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
-        gate, slot = self.service.require_adapters(), slots.get(entry.digest)
+    def _state(
+        self, entry: AdapterEntry, places: tuple[Mapping[str, int], Mapping[str, tuple[str, int]]]
+    ) -> dict[str, Any]:
+        num_users, slot = places[0], places[1].get(entry.digest)
         return {
             "name": entry.name,
             "path": str(entry.path),
-            "state": "on_disk" if entry.digest not in gate.store else "on_host" if slot is None else slot[0],
+            "state": "on_disk" if entry.digest not in num_users else "on_host" if slot is None else slot[0],
             "digest": entry.digest or None,
             "parent": entry.parent,
             "rank": entry.rank,
             "bytes": entry.num_bytes,
             "requests": entry.num_uses,
             "pinned": entry.pin,
-            "in_progress": gate.store.num_users(entry.digest) if entry.digest else 0,
+            "in_progress": num_users.get(entry.digest, 0),
             "running": 0 if slot is None else slot[1],
             "load_s": round(entry.load_s, 4),
             "last_error": entry.error or None,

@@ -21,7 +21,7 @@ from ..metrics.watchdog import Watchdog
 from .chat_format import ChatFormat, check_parsers
 
 if TYPE_CHECKING:
-    from ...stages.adapters.gate import AdapterGate
+    from ...stages.adapters.registry import AdapterRegistry
     from ...stages.engine.engine import Engine
 
 ANSWER_S = 1.0  # for the answers to requests that a drain has aborted
@@ -81,7 +81,7 @@ class Service:
         self.chat_format = ChatFormat(self.config, engine)
         self.model_names = self.model_names or (engine.info.model_id,)
         if engine.adapters is not None:
-            engine.adapters.registry.exclude(self.model_names)
+            engine.adapters.exclude(self.model_names)
 
     @property
     def health(self) -> Health:
@@ -145,10 +145,10 @@ class Service:
         """
         if name is not None and name not in self.model_names and name.removesuffix(":latest") not in self.model_names:
             adapters = None if self.engine is None else self.engine.adapters
-            if adapters is not None and name in adapters.registry:
+            if adapters is not None and name in adapters:
                 problem = "is a LoRA adapter, and adapters do not serve embeddings"
                 raise wrong_field("model", problem, shorten(repr(name), 128), code="model_not_found")
-            near = "" if adapters is None else adapters.registry.near_misses(name)
+            near = "" if adapters is None else adapters.near_misses(name)
             problem = f"not served here{near}; GET /v1/models lists the served names"
             raise wrong_field("model", problem, shorten(repr(name), 128), code="model_not_found")
 
@@ -161,7 +161,7 @@ class Service:
         if name is not None and name not in self.model_names and adapters is not None:
             bases = [base for base in self.model_names if name.startswith(f"{base}:")]
             for own in (name, *(name[len(base) + 1 :] for base in bases), name.removesuffix(":latest")):
-                if own in adapters.registry:
+                if own in adapters:
                     return AdapterRef(own)
         self.require_model(name)
         return None
@@ -171,8 +171,8 @@ class Service:
         adapter = self.adapter_of(name)
         return self.model_names[0] if adapter is None else adapter.name
 
-    def require_adapters(self) -> AdapterGate:
-        """The LoRA adapters; raises `ApiError` 404 if the server serves none."""
+    def require_adapters(self) -> AdapterRegistry:
+        """The names of the LoRA adapters; raises `ApiError` 404 if the server serves none."""
         adapters = self.require_engine().adapters
         if adapters is None:
             raise ApiError("not_found", "this server serves no adapters; start it with --enable-lora")
@@ -182,7 +182,7 @@ class Service:
     def adapter_names(self) -> tuple[str, ...]:
         """The names of the adapters that may be named now."""
         adapters = None if self.engine is None else self.engine.adapters
-        return () if adapters is None else tuple(entry.name for entry in adapters.registry)
+        return () if adapters is None else tuple(entry.name for entry in adapters)
 
     def cache_salt(self, wanted: str | None, owner: str) -> str:
         """The prefix-cache salt of a request: the client's own, or `owner/salt`.

@@ -35,16 +35,16 @@ def adapter_slots(adapters: AdapterSlotsStatus | None, names: Mapping[str, str])
 
 def names_of(engine: Engine) -> dict[str, str]:
     """The names of loaded adapters by digest; the first one where several have the same."""
-    gate = engine.adapters
-    return {} if gate is None else {digest: names[0] for digest, names in gate.registry.names_by_digest().items()}
+    registry = engine.adapters
+    return {} if registry is None else {digest: names[0] for digest, names in registry.names_by_digest().items()}
 
 
-def adapter_of(engine: Engine, status: EngineStatus, outbox: RequestOutbox, state: str) -> dict[str, Any]:
+def adapter_of(status: EngineStatus, outbox: RequestOutbox, state: str) -> dict[str, Any]:
     """The adapter of a request, and whether it waits for it: until it is read, or for a device slot."""
-    ref, gate = outbox.request.adapter, engine.adapters
-    if ref is None or gate is None:
+    ref, adapters = outbox.request.adapter, status.front.adapters
+    if ref is None or adapters is None:
         return {}
-    digest = gate.digest_of(outbox.request_id)
+    digest = adapters.digests.get(outbox.request_id)
     if digest is None:
         return {"adapter": ref.name, "waits_for_adapter": state == "arriving"}
     slots = None if status.core is None else status.core.scheduler.adapters

@@ -104,11 +104,11 @@ def request_row(engine: Engine, status: EngineStatus, outbox: RequestOutbox) -> 
     """One live request."""
     request = outbox.request
     sequences = status.sequences_of(request.first_sequence_id, request.num_sequences)
-    stage, _ = engine.pipeline.exit.locate(outbox) if engine.has_core else ("encode", False)  # type: ignore[union-attr]
+    stage, _ = engine.exit.locate(outbox) if engine.has_core else ("encode", False)
     num_prompt = outbox.num_prompt_tokens or (sequences[0].num_prompt if sequences else 0)
     slots = [sequence.slot for sequence in sequences if sequence.slot >= 0]
     times, state = outbox.times, _state(sequences, outbox)
-    return adapter_of(engine, status, outbox, state) | {
+    return adapter_of(status, outbox, state) | {
         "id": outbox.request_id,
         "stage": stage,
         "state": state,

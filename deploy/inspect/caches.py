@@ -19,10 +19,11 @@ def caches(engine: Engine, service: Service) -> list[CacheUse]:
     found = [_trace(engine), CacheUse("ended_requests", len(service.ended), MAX_ENDED)]
     found += [read() for read in service.caches]
     found.append(CacheUse("tokenizer_words", None, TOKENIZER_WORDS))
-    if (core := engine.status().core) is not None:
-        pool = core.cache.memory
-        grammars = engine.grammars
-        found.append(CacheUse("grammars", len(grammars), grammars.max_grammars, grammars.num_bytes, grammars.max_bytes))
+    status = engine.status()
+    if (some := status.front.grammars) is not None:
+        found.append(CacheUse("grammars", some.num_grammars, some.max_grammars, some.num_bytes, some.max_bytes))
+    if status.core is not None:
+        pool = status.core.cache.memory
         found.append(CacheUse("prefix_blocks", pool.num_cached + pool.num_in_use, pool.num_blocks))
     return found
 

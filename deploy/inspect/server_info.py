@@ -68,15 +68,16 @@ def load(engine: Engine, num_live: int) -> dict[str, Any]:
 
     `num_live` counts requests, including those whose body, tokens or grammar are not ready.
     """
-    core = engine.status().core
+    status = engine.status()
+    admission, core = status.front.admission, status.core
     scheduler = None if core is None else core.scheduler
     return {
         "server_load": num_live,
-        "waiting": engine.admission.num_waiting if scheduler is None else scheduler.num_waiting,
+        "waiting": admission.num_waiting if scheduler is None else scheduler.num_waiting,
         "running": 0 if scheduler is None else scheduler.num_running,
         "swapped": 0 if scheduler is None else scheduler.num_swapped,
         "kv_usage": 0.0 if core is None else round(core.cache.used_share, 6),
-        "estimated_wait_s": round(engine.admission.estimate_wait_s(), 3) if engine.admission.num_waiting else 0.0,
+        "estimated_wait_s": round(admission.estimated_wait_s, 3) if admission.num_waiting else 0.0,
     }
 
 

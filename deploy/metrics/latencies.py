@@ -17,7 +17,7 @@ from .families import US, histogram
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
-    from ...stages.engine.engine_status import CoreStatus
+    from ...stages.engine.engine_status import EngineStatus
     from ...stages.exit.outboxes import RequestOutbox
 
 FIRST_TOKEN_MS = (
@@ -98,14 +98,14 @@ class Latencies:
             waits["inter_token_latency"] = self._engine.token_gaps_us
         return waits | {name: self._times[name] for name in ("request_queue_time", "e2e_request_latency")}
 
-    def collect(self, labels: Mapping[str, str], core: CoreStatus | None) -> Iterator[Metric]:
+    def collect(self, labels: Mapping[str, str], status: EngineStatus) -> Iterator[Metric]:
         """Yields all histograms as Prometheus metrics; times are in seconds."""
         text = "Time from a request's arrival to its first token."
         yield histogram("vllm:time_to_first_token_seconds", text, self._first_token, labels, US)
-        if core is not None:
-            gaps, steps = self._engine.token_gaps_us, core.step_tokens
+        if (gaps := status.front.token_gaps_us) is not None:
             yield histogram("vllm:inter_token_latency_seconds", "Time between tokens of a choice.", gaps, labels, US)
-            yield histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", steps, labels)
+        if (core := status.core) is not None:
+            yield histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", core.step_tokens, labels)
             if (idle := core.idle_gaps_us) is not None:
                 text = "Idle time of the device between two steps while work was waiting."
                 yield histogram("millrace:device_idle_gap_seconds", text, idle, labels, US)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         PoolStatus,
         SchedulerStatus,
     )
+    from ...stages.engine.front_status import AdmissionStatus
     from ...stages.exit.outboxes import RequestOutbox
     from .otlp_export import OtlpExporter
     from .watchdog import Watchdog
@@ -138,26 +139,29 @@ class Metrics:
             return
         status = self._engine.status()
         if status.core is not None:
-            yield from self._gauges(self._engine, status.core, labels)
+            yield from self._gauges(self._engine, status.front.admission, status.core, labels)
             yield from _core_counters(status.core.scheduler, status.core.cache, labels)
             wall_s = self._engine.pipeline.env.wall_time()
-            yield from adapters(self._engine.adapters, status.core.scheduler.adapters, wall_s)
+            names = None if self._engine.adapters is None else self._engine.adapters.names_by_digest()
+            yield from adapters(names, status.front.adapters, status.core.scheduler.adapters, wall_s)
         yield from self._counters(self._engine, labels)
         name, text = "millrace:engine_process_deaths", "Engine processes that ended unexpectedly."
         yield counter(name, text, self._engine.num_deaths, {})
         yield from engines(self._engine.engines)
         assert self._latencies is not None
-        yield from self._latencies.collect(labels, status.core)
+        yield from self._latencies.collect(labels, status)
         yield from stages(status.pipeline)
         yield from channels(status.pipeline)
         yield from own_metrics(self._engine.pipeline.stage_metrics)
         yield _startup(self._engine)
 
-    def _gauges(self, engine: Engine, core: CoreStatus, labels: dict[str, str]) -> Iterator[Metric]:
+    def _gauges(
+        self, engine: Engine, admission: AdmissionStatus, core: CoreStatus, labels: dict[str, str]
+    ) -> Iterator[Metric]:
         scheduler, pool = core.scheduler, core.cache.pool
         yield gauge("vllm:num_requests_running", "Running sequences.", scheduler.num_running, labels)
         yield gauge("vllm:num_requests_waiting", "Waiting sequences.", scheduler.num_waiting, labels)
-        work_s = engine.admission.work_waiting_s()
+        work_s = admission.work_waiting_s
         yield gauge("millrace:work_seconds_waiting", "Estimated time to serve what waits.", work_s, labels)
         yield gauge("vllm:num_requests_swapped", "Sequences swapped out to the host.", scheduler.num_swapped, labels)
         yield gauge(

@@ -148,10 +148,10 @@ class MillraceReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What the policy goes by."""
-        core = self._engine.status().core
-        running = 0 if core is None else core.scheduler.num_running
+        status = self._engine.status()
+        running = 0 if status.core is None else status.core.scheduler.num_running
         slots = self._config.max_num_seqs * self._config.data_parallel_size
-        return {WORK: self._engine.admission.work_waiting_s(), BUSY: running / slots}
+        return {WORK: status.front.admission.work_waiting_s, BUSY: running / slots}
 
     async def __del__(self) -> None:
         if hasattr(self, "_engine"):

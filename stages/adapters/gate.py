@@ -149,6 +149,10 @@ class AdapterGate:
         ref = self._held.get(request_id)
         return None if ref is None else ref.digest
 
+    def digests(self) -> dict[str, str]:
+        """By request id, `digest_of` of all that have one."""
+        return {request_id: ref.digest for request_id, ref in self._held.items()}
+
     def requests_of(self, digest: str) -> list[str]:
         """The ids of the requests that have an adapter."""
         return [request_id for request_id, ref in self._held.items() if ref.digest == digest]
@@ -165,6 +169,22 @@ class AdapterGate:
         ):
             await env.sleep(min(POLL_S, until_s - env.now()))
         return left
+
+    async def remove(
+        self, env: Env, name: str, timeout_s: float, abort: Callable[[str], object] | None = None
+    ) -> int | None:
+        """As `unload`, and waits up to `timeout_s` for the requests that have it. Returns the number of those left.
+
+        With `abort` they are ended. None if the name is not known.
+        """
+        if not self.unload(name):
+            return None
+        left = await self.wait_unused(env, name, timeout_s)
+        if abort is not None:
+            for request_id in left:
+                self.abort(request_id)
+                abort(request_id)
+        return len(left)
 
     def abort(self, request_id: str) -> None:
         """Refuses a request that waits for its adapter, at the latest when that is loaded."""

@@ -23,12 +23,10 @@ from ...runtime.stage import Stage
 from ...runtime.startup.load_progress import LoadProgress
 from ...runtime.trace.tracer import Tracer
 from ..adapters.gate import AdapterGate
+from ..adapters.registry import AdapterRegistry
 from ..beam_search.algorithm import BeamParams
 from ..config import EngineConfig
 from ..exit.outboxes import Outboxes, RequestOutbox
-from ..grammar.compiled import Grammars
-from ..grammar.gate import GrammarGate
-from ..intake.admission import Admission
 from ..loading.load_report import load_and_report
 from ..messages import Ints, Request
 from ..outputs import ModelInfo
@@ -42,7 +40,7 @@ from .local_core import LocalCore
 from .placed_stages import PlacedStage
 from .starting import Processors, configured_faults, load_modules, log_ready, make_setup
 from .submit import Submitter
-from .wiring import JoinedStages, TextStages
+from .wiring import JoinedStages
 
 if TYPE_CHECKING:
     from ...model.text.tokenizer import Tokenizer
@@ -154,10 +152,10 @@ class Engine(ClientApi):
             await pipeline.start()
         with phases("warm_up"):
             await self.core.warm_up()
-        if (adapters := self.adapters) is not None:
+        if (adapters := self._adapter_gate) is not None:
             with phases("adapters"):
                 await load_modules(self.config, self._env, adapters)
-        if self._computes_here:
+        if self._info.attention_backend == "native":  # threads of this process compete with those that compute
             self._env.yield_to("device", loaded.own_cpu)
         pipeline.inject(faults)
         await self.core.inject([fault for fault in faults if fault.stage in self.core.stages_elsewhere])
@@ -171,13 +169,8 @@ class Engine(ClientApi):
         later, and keeps them off the CPU of the thread that starts each step, if that is in this process. The engine
         does this for its own threads, but never for its caller's.
         """
-        if self._computes_here:
+        if self._info is not None and self._info.attention_backend == "native":
             self._env.yield_this_thread()
-
-    @property
-    def _computes_here(self) -> bool:
-        """Whether threads of this process compute the steps, and so compete for its cores."""
-        return self._info is not None and self._info.attention_backend == "native"
 
     async def stop(self, cause: str = "server_shutdown") -> None:
         """Ends all requests and frees everything. Idempotent."""
@@ -248,48 +241,45 @@ class Engine(ClientApi):
         return Submitter(self._require_stages(), self._env)
 
     @property
-    def adapters(self) -> AdapterGate | None:
-        """The LoRA adapters; None if none are served."""
-        text = None if self._stages is None else self._stages.text
-        return None if text is None else text.adapters
+    def adapters(self) -> AdapterRegistry | None:
+        """The names of the LoRA adapters; None if none are served."""
+        return None if self._adapter_gate is None else self._adapter_gate.registry
+
+    @property
+    def _adapter_gate(self) -> AdapterGate | None:
+        return None if self._stages is None or self._stages.text is None else self._stages.text.adapters
+
+    def _require_gate(self) -> AdapterGate:
+        return Submitter(self._require_stages(), self._env).adapters()
 
     async def load_adapter(self, name: str, path: str | Path) -> None:
         """Loads a LoRA adapter from a folder under a name, or another one under a name in use.
 
         Requests in progress end on the adapter that they have. Raises `Refused` for an adapter that cannot be served.
         """
-        adapters = Submitter(self._require_stages(), self._env).adapters()
-        await adapters.load(self._env, name, Path(path))
+        await self._require_gate().load(self._env, name, Path(path))
 
     def unload_adapter(self, name: str) -> bool:
         """Removes an adapter's name at once; False if it is not known. Requests in progress end as they would."""
-        return Submitter(self._require_stages(), self._env).adapters().unload(name)
+        return self._require_gate().unload(name)
 
     async def pin_adapter(self, name: str, *, on_device: bool = True) -> None:
         """Loads an adapter and keeps it in host memory, and by default in the device slot that it gets.
 
         Raises `Refused` for an adapter that cannot be served, and if too many are pinned.
         """
-        adapters = Submitter(self._require_stages(), self._env).adapters()
-        await adapters.pin(self._env, name, "device" if on_device else "host")
+        await self._require_gate().pin(self._env, name, "device" if on_device else "host")
 
     def unpin_adapter(self, name: str) -> None:
         """Lets an adapter be replaced again. Raises `Refused` for an unknown name."""
-        Submitter(self._require_stages(), self._env).adapters().unpin(name)
+        self._require_gate().unpin(name)
 
     async def remove_adapter(self, name: str, timeout_s: float = 0.0, *, force: bool = False) -> int | None:
         """As `unload_adapter`, and waits up to `timeout_s` for the requests that have it.
 
         With `force` those that are left are ended then. Returns their number; None if the name is not known.
         """
-        adapters = Submitter(self._require_stages(), self._env).adapters()
-        if not adapters.unload(name):
-            return None
-        left = await adapters.wait_unused(self._env, name, timeout_s)
-        for request_id in left if force else ():
-            adapters.abort(request_id)
-            self.abort(request_id)
-        return len(left)
+        return await self._require_gate().remove(self._env, name, timeout_s, self.abort if force else None)
 
     def abort(self, request_id: str, cause: str = "cancel") -> bool:
         """Ends a request early; its blocks become free within a few steps.
@@ -356,37 +346,23 @@ class Engine(ClientApi):
 
     @property
     def token_gaps_us(self) -> LatencyHistogram:
-        """Microseconds between two tokens of an answer, over all answers so far."""
-        return self._text().detokenize.gaps.histogram
-
-    @property
-    def admission(self) -> Admission:
-        """The counts of admitted and waiting requests."""
-        return self._require_stages().intake.admission
-
-    @property
-    def grammars(self) -> Grammars:
-        """The compiled grammars."""
-        return self._text().grammars
-
-    @property
-    def grammar_gate(self) -> GrammarGate:
-        """The gate that tries and compiles grammars."""
-        return self._text().gate
+        """Microseconds between two tokens of an answer, over all answers so far; nothing else writes to it."""
+        if (text := self._require_stages().text) is None:
+            raise AttributeError("an encoder model makes no tokens")
+        return text.detokenize.gaps.histogram
 
     def status(self, *, with_sequences: bool = False, with_blocks: bool = False) -> EngineStatus:
-        """What the engine does and has done, now.
+        """What the engine does and has done; of a step loop in another process, at the last `refresh` or report.
 
-        Of a step loop in another process, as it was last reported: `refresh` first for a report of now. The blocks are
-        then those of the last `refresh` with blocks; None before.
+        The blocks are then those of the last `refresh` with blocks; None before.
         """
         return self.core.status(with_sequences=with_sequences, with_blocks=with_blocks)
 
     async def refresh(self, *, with_blocks: bool = False, with_stacks: bool = False) -> None:
-        """Updates the part of `status` that is in another process.
+        """Updates the part of `status` that is in another process, and the trace.
 
-        Afterwards it is not older than this call. `with_blocks` includes the owner of each block, `with_stacks` the
-        stacks of tasks. The trace is brought up to now in any case.
+        Afterwards they are not older than this call. `with_blocks` includes the owner of each block, `with_stacks` the
+        stacks of tasks.
         """
         await self.core.refresh(with_blocks=with_blocks, with_stacks=with_stacks)
 
@@ -395,10 +371,7 @@ class Engine(ClientApi):
         return await self.core.forget_prefixes()
 
     async def prefix_tree(self) -> dict[str, Any] | None:
-        """The tree of the prefix cache: see `allocate/prefix_tree.py`. None without a cache.
-
-        Of several engine processes, the tree of the first one, without the slots of its users.
-        """
+        """The tree of the (first) prefix cache: see `allocate/prefix_tree.py`. None without a cache."""
         return await self.core.prefix_tree()
 
     @property
@@ -413,10 +386,7 @@ class Engine(ClientApi):
 
     @property
     def engines(self) -> list[dict[str, Any]]:
-        """Of a fleet, each engine process.
-
-        Its index, pid, state, reason if it does not serve, num_deaths, num_requests and work in prompt tokens.
-        """
+        """Each engine process of a fleet: index, pid, state, reason if it does not serve, counts, work in tokens."""
         return self.core.engines
 
     def is_stopped_by(self, stall: Stall) -> bool:
@@ -427,8 +397,3 @@ class Engine(ClientApi):
         if self._stages is None:
             raise NotServing(self.health)
         return self._stages
-
-    def _text(self) -> TextStages:
-        if (text := self._require_stages().text) is None:
-            raise AttributeError("a model that generates nothing has no grammars and no tokens")
-        return text

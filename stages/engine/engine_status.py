@@ -17,6 +17,7 @@ from ...runtime.message import message
 from ...runtime.pipeline_status import ChannelStatus, HistogramStatus, PipelineStatus, StageStatus
 from ..messages import Ints
 from ..schedule.sequence import State
+from .front_status import FrontStatus
 
 STATES = list(State)
 
@@ -233,6 +234,7 @@ class EngineStatus:
     """What one engine does and has done."""
 
     pipeline: PipelineStatus
+    front: FrontStatus
     core: CoreStatus | None  # None: an encoder model has no step loop
     owners: Mapping[int, str]  # slot -> id of the request in it; {} unless the sequences are asked for
 

@@ -18,6 +18,7 @@ from ..recordings.writer import RecordingWriter
 from ..sample.processor_chain import ProcessorChain
 from .core import EngineSetup, WarmUp, check_num_engines, refuse_ray
 from .engine_status import EngineStatus
+from .front_status import read_front
 from .placed_stages import PlacedStage
 from .read_status import read_core, read_owners
 from .warm_up import warm_up
@@ -136,12 +137,13 @@ class LocalCore:
         return True
 
     def status(self, *, with_sequences: bool, with_blocks: bool) -> EngineStatus:
-        pipeline = self._require_joined().pipeline.status()
+        joined = self._require_joined()
+        pipeline, front = joined.pipeline.status(), read_front(joined)
         if (core := self._step_loop()) is None:
-            return EngineStatus(pipeline, None, {})
+            return EngineStatus(pipeline, front, None, {})
         owners = read_owners(core.schedule.scheduler) if with_sequences or with_blocks else {}
         read = read_core(core, with_sequences=with_sequences, with_blocks=with_blocks)
-        return EngineStatus(pipeline, read, owners)
+        return EngineStatus(pipeline, front, read, owners)
 
     async def refresh(self, *, with_blocks: bool, with_stacks: bool) -> None:
         """Brings the trace up to now: all else is in this process."""

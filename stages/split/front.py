@@ -1,11 +1,10 @@
-"""The front process's stages, and the edges between them and the step loop."""
+"""The front process's stages."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...runtime.channel import Channel
-from ...runtime.graph import Edge, Port
 from ...runtime.joined_status import JoinedPipeline
 from ...runtime.pipeline import Pipeline
 from ..adapters.store import AdapterStore
@@ -14,11 +13,10 @@ from ..engine.wiring import CLASSES, LoadedText, PortsOnly, TextStages
 from ..exit.outboxes import RequestOutbox
 from ..grammar.compiled import Grammars
 from ..pipeline import (
-    ENTRY_CAPACITY,
-    TEXT_CAPACITY,
     TO_SCHEDULE,
     build_core_pipeline,
     build_front_pipeline,
+    edges_to_loop,
 )
 from .inflight_requests import InflightRequests
 from .remote_adapters import AdaptersThere
@@ -81,25 +79,5 @@ def join_with_loop(pipeline: Pipeline, to_loop: tuple[str, str], tokens: str, st
     """The pipeline and the step loop as one. `to_loop` and `tokens` are the channels between the two."""
     requests = "->".join(to_loop)
     loop = build_core_pipeline(*map(PortsOnly, CORE.values()), steps_in_flight=steps_in_flight).edges
-    edges = _reaching_edges(requests, tokens, pipeline)
+    edges = edges_to_loop(pipeline, requests, tokens)
     return JoinedPipeline(pipeline, CORE, loop, edges, (requests, "->".join(TO_SCHEDULE)), tokens)
-
-
-def _reaching_edges(requests: str, tokens: str, pipeline: Pipeline) -> tuple[Edge, Edge]:
-    """The edges to the step loop and from it; a stage of one's own may have the open end of the pipeline."""
-    (a, b), (c, d) = requests.split("->"), tokens.split("->")
-    source, target = _port(a), _port(d)
-    for port in pipeline.open_ports:
-        if port.port in pipeline.stages[port.stage].outputs:
-            source = port
-        else:
-            target = port
-    return (
-        Edge(source, _port(b), ENTRY_CAPACITY, "wait", "a burst of prompts tokenized at once"),
-        Edge(_port(c), target, TEXT_CAPACITY, "wait", "steps that wait to become text"),
-    )
-
-
-def _port(text: str) -> Port:
-    stage, _, port = text.partition(".")
-    return Port(stage, port)

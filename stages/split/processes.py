@@ -42,39 +42,21 @@ class Processes(Protocol):
     @property
     def adapters(self) -> AdaptersThere: ...
     @property
-    def blocks(self) -> BlockStatus | None:
-        """Those of the last report that had them."""
-
+    def blocks(self) -> BlockStatus | None: ...  # those of the last report that had them
     @property
-    def setting(self) -> str:
-        """The setting that puts the step loop elsewhere, for errors."""
-
+    def setting(self) -> str: ...  # the setting that puts the step loop elsewhere, for errors
     @property
-    def inline(self) -> str:
-        """The settings that have it in this process."""
-
+    def inline(self) -> str: ...  # the settings that have it in this process
     @property
-    def to_loop(self) -> tuple[str, str]:
-        """The channel to the step loop."""
-
+    def to_loop(self) -> tuple[str, str]: ...  # the channel to the step loop
     @property
-    def nearest(self) -> Mapping[str, str]:
-        """The places at the ends of the step loop, by what is in this process."""
-
+    def nearest(self) -> Mapping[str, str]: ...  # the places at the ends of the step loop, by what is in this process
     def sketch(self) -> Pipeline: ...
 
-    async def open(self) -> None:
-        """Called before the first process starts."""
-
-    def config_of(self, core: EngineCore) -> EngineConfig:
-        """The settings of an engine process."""
-
-    def config_of_text(self) -> EngineConfig:
-        """The settings with which this process looks for the model's files."""
-
-    def joint_info(self, ready: Sequence[EngineReady]) -> ModelInfo:
-        """The model of all processes."""
-
+    async def open(self) -> None: ...  # called before the first process starts
+    def config_of(self, core: EngineCore) -> EngineConfig: ...  # the settings of an engine process
+    def config_of_text(self) -> EngineConfig: ...  # the settings with which this process looks for the model's files
+    def joint_info(self, ready: Sequence[EngineReady]) -> ModelInfo: ...  # the model of all processes
     def make_front(self, loaded: LoadedText, grammars: Grammars) -> FrontStages: ...
 
     def only(self, core: EngineCore) -> AbstractContextManager[object]:
@@ -90,19 +72,13 @@ class Processes(Protocol):
 
     async def stop_keepers(self) -> None: ...
 
-    async def close(self) -> None:
-        """Frees what belongs to all processes. Idempotent."""
-
+    async def close(self) -> None: ...  # frees what belongs to all processes. Idempotent
     @property
-    def away(self) -> Health | None:
-        """Why no process takes requests; None if one does."""
-
+    def away(self) -> Health | None: ...  # why no process takes requests; None if one does
     @property
     def engines(self) -> list[dict[str, Any]]: ...
 
-    def note_lost(self, core: EngineCore) -> None:
-        """Nothing comes from the process any more."""
-
+    def note_lost(self, core: EngineCore) -> None: ...  # nothing comes from the process any more
     def requests_of(self, core: EngineCore, live: Iterable[str]) -> list[str]:
         """Those of the live requests that are in a process."""
 
@@ -114,17 +90,12 @@ class Processes(Protocol):
     def by_core(self, causes: dict[int, str], gone: Gone) -> Iterable[tuple[EngineCore, dict[int, str]]]:
         """The causes for the sequences of each process; `gone` are requests that the table does not have any more."""
 
-    def note_report(self, core: EngineCore) -> None:
-        """A process has reported the state of its step loop."""
-
+    def note_report(self, core: EngineCore) -> None: ...  # a process has reported the state of its step loop
     def note_router_report(self, core: EngineCore, report: EngineLoad | KeyChange) -> None:
         """A process has reported its load, or what it has cached."""
 
-    def report(self) -> CoreReport | None:
-        """The state of all step loops, as of one; None before the first report."""
-
-    def own_channels(self) -> Mapping[str, ChannelStatus]:
-        """Channels of this process that are in no pipeline."""
+    def report(self) -> CoreReport | None: ...  # the state of all step loops, as of one; None before the first report
+    def own_channels(self) -> Mapping[str, ChannelStatus]: ...  # channels of this process that are in no pipeline
 
 
 class OneProcess:

@@ -29,6 +29,7 @@ from ...runtime.wakeups import OncePerTurn
 from ..config import EngineConfig
 from ..engine.core import EngineSetup, WarmUp
 from ..engine.engine_status import CoreReport, EngineStatus
+from ..engine.front_status import read_front
 from ..engine.placed_stages import PlacedStage
 from ..engine.read_status import owners_of
 from ..engine.warm_up import warm_up
@@ -371,6 +372,7 @@ class RemoteCore:
         self.processes.report()
 
     async def prefix_tree(self) -> dict[str, Any] | None:
+        """That of the first process; of several, without the slots of its users."""
         answers: list[dict[str, Any] | None] = await self._ask("prefixes", timeout_s=REFRESH_S)
         first, *others = answers
         if first is not None and others:
@@ -382,7 +384,7 @@ class RemoteCore:
         return sum(await self._ask("forget_prefixes"))
 
     def status(self, *, with_sequences: bool, with_blocks: bool) -> EngineStatus:
-        pipeline = self._require_front().pipeline.status()
+        front = self._require_front()
         if (report := self.processes.report()) is None:
             raise NotServing(self._setup.health())
         core, owners = report.core, dict[int, str]()
@@ -390,7 +392,7 @@ class RemoteCore:
             owners = dict(owners_of(core.sequences, self.processes.table.request_id))
         if with_blocks:
             core = replace(core, cache=replace(core.cache, blocks=self.processes.blocks))
-        return EngineStatus(pipeline, core, owners)
+        return EngineStatus(front.pipeline.status(), read_front(front), core, owners)
 
     def _join(self, own: PipelineStatus) -> PipelineStatus:
         """The status of all stages; before the first report of those in this process."""

@@ -32,7 +32,7 @@ class ModelRoutes:
     def _model(self, name: str) -> dict[str, Any]:
         engine = self.service.require_engine()
         base = self.service.model_names[0]
-        adapter = None if name in self.service.model_names else self.service.require_adapters().registry.require(name)
+        adapter = None if name in self.service.model_names else self.service.require_adapters().require(name)
         return {
             "id": name,
             "object": "model",

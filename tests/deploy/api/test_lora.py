@@ -122,7 +122,7 @@ def test_a_mixed_batch_answers_as_the_merged_checkpoints_do_and_its_recording_re
             answers = await asyncio.gather(*(tokens(engine, PROMPTS[number], name) for name, number in mix))
             for key, answer in zip(mix, answers, strict=True):
                 assert answer == wanted[key], key
-            scheduler, adapters = engine.core.stages.schedule.scheduler, engine.adapters
+            scheduler, adapters = engine.core.stages.schedule.scheduler, engine.core.stages.adapters
             assert scheduler.adapters is not None and scheduler.adapters.slots.num_loads >= 3
             assert scheduler.num_preemptions, "the pool is too small for all, so that some are preempted"
             await engine.pin_adapter("two")
@@ -435,14 +435,14 @@ def test_a_new_engine_process_goes_on_with_the_adapters_of_the_requests_in_progr
                 await asyncio.sleep(0.01)
                 await engine.refresh()
             shutil.rmtree(tmp_path / "gone")
-            assert isinstance(engine, SplitEngine) and engine.engine_pid is not None and engine.adapters is not None
+            assert isinstance(engine, SplitEngine) and engine.engine_pid is not None
             os.kill(engine.engine_pid, signal.SIGKILL)
             assert [await each for each in running[:2]] == [wanted["one", 0], wanted[None, 0]]
             with pytest.raises(Failed, match="adapter 'gone' is not in its folder any more"):
                 await running[2]
-            assert engine.num_deaths == 1 and len(engine.adapters.store) == 1
+            assert engine.num_deaths == 1 and len(engine.status().front.adapters.num_users) == 1
             assert await tokens(engine, PROMPTS[1], "kept") == wanted["one", 1]
-            assert not engine.adapters._held
+            assert not engine.status().front.adapters.digests
 
     asyncio.run(asyncio.wait_for(live(), 120))
 

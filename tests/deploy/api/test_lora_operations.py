@@ -74,7 +74,7 @@ def test_an_adapter_is_removed_when_its_requests_have_ended_or_with_force(
             removed = await send(client, "DELETE", "/admin/adapters/one?force=true", **ADMIN)
             assert removed == (200, {"name": "one", "in_progress": 0, "ended": 1})
             await asyncio.gather(*both)
-            assert engine.adapters is not None and not engine.adapters._held
+            assert not engine.status().front.adapters.digests
             status, info = await send(client, "GET", "/server_info", **ADMIN)
             assert status == 200 and info["model"]["merged_adapters"] == []
 

@@ -69,9 +69,9 @@ def test_a_worn_grammar_is_made_anew_and_keeps_its_users() -> None:
 def gated(test: Any, **options: Any) -> None:
     async def main() -> None:
         async with scripted_engine(**options) as engine:
-            await test(engine, engine.grammar_gate)
-            assert engine.grammar_gate.num_waiting == 0
-            pids = engine.grammar_gate.helper_pids
+            await test(engine, engine.parts.gate)
+            assert engine.parts.gate.num_waiting == 0
+            pids = engine.parts.gate.helper_pids
         assert not [pid for pid in pids if psutil.pid_exists(pid)], "helpers end with their engine"
 
     asyncio.run(asyncio.wait_for(main(), 300.0))
@@ -86,7 +86,7 @@ async def ask(engine: Any, form: StructuredOutputs, **options: Any) -> str:
 def test_an_engine_without_structured_outputs_has_no_helper() -> None:
     async def test(engine: Any, gate: GrammarGate) -> None:
         assert [output async for output in engine.generate("hi")]
-        assert gate.helper_pids == [] and len(engine.grammars) == 0
+        assert gate.helper_pids == [] and len(engine.parts.grammars) == 0
 
     gated(test)
 
@@ -127,7 +127,7 @@ def test_a_trial_whose_clients_have_left_fails_without_a_stray_exception(
 def test_one_trial_serves_all_equal_requests_and_a_bad_grammar_harms_no_other() -> None:
     async def test(engine: Any, gate: GrammarGate) -> None:
         await asyncio.gather(*(ask(engine, regex("[ab]{3}")) for _ in range(20)))
-        assert len(engine.grammars) == 1 and len(gate.helper_pids) == 1
+        assert len(engine.parts.grammars) == 1 and len(gate.helper_pids) == 1
         for bad in ("(", "(?=a)b", "^$"):
             with pytest.raises(Refused, match=r"structured_outputs\.regex: ") as refused:
                 await ask(engine, regex(bad))
@@ -137,7 +137,7 @@ def test_one_trial_serves_all_equal_requests_and_a_bad_grammar_harms_no_other() 
         await asyncio.sleep(0)
         held[0].cancel()
         await asyncio.gather(*held, return_exceptions=True)
-        assert len(engine.grammars) in (3, 4)
+        assert len(engine.parts.grammars) in (3, 4)
         with pytest.raises(TimedOut):
             await ask(engine, regex("((((a{100}){100}){100}){100})"), timeout_s=0.05)
 
@@ -239,8 +239,8 @@ def test_however_many_schemas_come_few_are_kept_and_none_on_disk(tmp_path: Path)
             if first == 141:
                 rss = process.memory_info().rss
             await asyncio.gather(*(ask(engine, schema(first + i)) for i in range(20)))
-            assert len(engine.grammars) <= 128 and engine.grammars.num_bytes <= 64 << 20
-        assert len(engine.grammars) == 128
+            assert len(engine.parts.grammars) <= 128 and engine.parts.grammars.num_bytes <= 64 << 20
+        assert len(engine.parts.grammars) == 128
         assert process.memory_info().rss - rss < 64 << 20
         assert list(tmp_path.iterdir()) == []
 

@@ -112,8 +112,7 @@ def test_late_mixed_steps_answer_as_an_engine_that_waits(folder: Path, wanted: A
         assert row.num_bytes == slots.num_bytes == slots._numbers.nbytes + slots._ranks.nbytes
         assert row.what == "2 device slots of LoRA adapters of rank 8"
         eager, found = graphs.num_eager, await mixed(engine)
-        assert engine.adapters is not None
-        store = engine.adapters.store
+        store = engine.core.stages.adapters.store
         assert store.num_bytes == len(store) * slots.num_bytes // 2, (
             "each takes a slot's memory on the host, and no more"
         )

@@ -87,11 +87,10 @@ async def together_and_alone(folder: Path, asks: list[Ask], **settings: Any) -> 
 
 def check_host_bytes(engine: Engine) -> None:
     """Each adapter in host memory counts what it takes packed: its numbers and zeros, and not what was read as well."""
-    assert engine.adapters is not None
-    store = engine.adapters.store
+    store = engine.core.stages.adapters.store
     for digest in store.digests():
         adapter: PreparedAdapter[PackedAdapter] = store.get(digest)
-        name = engine.adapters.registry.names_by_digest()[digest][0]
+        name = engine.adapters.names_by_digest()[digest][0]
         numbers = load_file(Path(str(engine.config.lora_dir)) / name / "adapter_model.safetensors").values()
         size = 4 if engine.info.dtype == "float32" else 2
         assert size * sum(one.size for one in numbers) < adapter.num_bytes == adapter.contents.num_bytes
@@ -125,7 +124,7 @@ def test_adapters_of_lora_dtype_take_half_the_memory_and_answer_as_torch_does(fo
             async with engine_of(folder, dtype="float32", **settings) as engine:
                 said = await asyncio.gather(*(answer(engine, ask) for ask in asks))
                 assert engine.adapters is not None
-                return [one[0][0] for one in said], engine.adapters.store.num_bytes
+                return [one[0][0] for one in said], engine.status().front.adapters.num_bytes
 
     ours, num_bytes = asyncio.run(live(lora_dtype="bfloat16"))
     theirs, _ = asyncio.run(live(lora_dtype="bfloat16", attention_backend="torch", device="cpu"))

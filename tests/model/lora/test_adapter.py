@@ -11,11 +11,12 @@ from safetensors.numpy import load_file, save_file
 
 from millrace.model.checkpoint.canonical import widened
 from millrace.model.errors import AdapterError
-from millrace.model.families.registry import read_spec
+from millrace.model.families.registry import parse_config, read_spec
 from millrace.model.lora import matrices, tensor_file
 from millrace.model.lora.adapter import AdaptableModel, Adapter, read_adapter
 from millrace.model.lora.matrices import rounded
 from millrace.model.spec import DecoderSpec
+from tests.model.checkpoints import SHAPE
 from tests.model.lora.peft_formats import ALPHA, KINDS, PREFIX, RANK, save_adapter, write_adapter, write_base
 
 
@@ -76,6 +77,28 @@ def test_a_fused_matrix_is_one_slice_in_the_order_of_the_linear(bases: Path, tmp
     heads, dim = spec.num_heads, spec.head_dim
     order = np.arange(rows).reshape(heads, 3, dim).transpose(1, 0, 2).reshape(-1)  # stored [H, 3, D]
     assert one.row_start == 0 and np.array_equal(one.b, b[order]) and np.array_equal(one.a, a)
+
+
+def test_attention_beside_experts_is_changed_and_experts_are_refused_by_name(tmp_path: Path) -> None:
+    shape = {**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2}
+    spec, draws = parse_config({"model_type": "mixtral", **shape}, ""), np.random.default_rng(0)
+
+    def adapter(name: str, path: str, rows: int, columns: int) -> Path:
+        a, b = draws.standard_normal((3, columns), np.float32), draws.standard_normal((rows, 3), np.float32)
+        tensors = {f"{PREFIX}{path}.lora_A.weight": a, f"{PREFIX}{path}.lora_B.weight": b}
+        (tmp_path / name).mkdir()
+        return save_adapter(tmp_path / name, tensors, r=3, lora_alpha=3, target_modules=[path.rpartition(".")[2]])
+
+    hidden, inner = spec.hidden_size, shape["intermediate_size"]
+    found = read_adapter(
+        adapter("q", "model.layers.1.self_attn.q_proj", spec.num_heads * spec.head_dim, hidden), spec, "float32"
+    )
+    assert set(found.linears) == {(1, "qkv")}
+    expert = "model.layers.1.block_sparse_moe.experts.2.w1"
+    with pytest.raises(
+        AdapterError, match=rf"changes {expert}; run-time adapters change .* of attention and feed only"
+    ):
+        read_adapter(adapter("w", expert, inner, hidden), spec, "float32")
 
 
 def test_two_names_of_one_content_have_one_digest_and_another_scale_another(bases: Path, tmp_path: Path) -> None:

@@ -119,13 +119,22 @@ class WindowTables(BlockTables):
         """Those of `slots` of which a block can be retired: about one in `block_size` of decoding ones."""
         return slots[self.num_tokens[slots] >= self.retires_at[slots]]
 
-    def retire(self, slots: Indices) -> Ints:
-        """The blocks of `slots`, all of them due, that no later query sees. The slots no longer hold them."""
+    def retire(self, slots: Indices) -> tuple[Indices, Indices, Ints]:
+        """Takes the blocks of `slots`, all of them due, that no later query sees.
+
+        Returns (slot, place, block) of each, one slot after another.
+        """
         firsts, ends = self.num_retired[slots], self.kind.first_key(self.num_tokens[slots]) // self.block_size
+        counts = ends - firsts
+        if np.count_nonzero(counts != 1):
+            owners = np.repeat(slots, counts)
+            before = np.repeat(np.cumsum(counts) - counts - firsts, counts)
+            places = (np.arange(len(owners)) - before).astype(np.intp)
+        else:  # one each, as in decoding
+            owners, places = slots, firsts.astype(np.intp)
         self.num_retired[slots] = ends
         self.retires_at[slots] = self.kind.first_query_after((ends + 1) * self.block_size)
-        rows = zip(slots.tolist(), firsts.tolist(), ends.tolist(), strict=True)
-        return np.concatenate([self.blocks[slot, first:end] for slot, first, end in rows])
+        return owners, places, self.blocks[owners, places]
 
     def last_blocks(self, slots: Indices) -> list[int]:
         return self.blocks_at(slots, (self.capacity[slots] // self.block_size - 1).astype(np.intp))
@@ -133,15 +142,6 @@ class WindowTables(BlockTables):
     def blocks_at(self, slots: Indices, places: Indices) -> list[int]:
         blocks: list[int] = np.where(places < self.num_retired[slots], -1, self.blocks[slots, places]).tolist()
         return blocks
-
-    def to_retire(self, slots: Indices) -> tuple[Indices, Indices]:
-        """(slot, place) of each block that `retire` takes, in its order."""
-        firsts, ends = self.num_retired[slots], self.kind.first_key(self.num_tokens[slots]) // self.block_size
-        counts = ends - firsts
-        places = (
-            np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(firsts, counts)
-        )
-        return np.repeat(slots, counts), places.astype(np.intp)
 
     def first_seen(self, position: int) -> int:
         return int(self.kind.first_key(np.array(position, np.int32))) // self.block_size

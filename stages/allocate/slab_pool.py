@@ -220,6 +220,8 @@ class KindPool(BlockPool):
 
     def give_back_if_free(self, slab: int) -> None:
         """Gives back a slab that it has, if all blocks are free."""
+        if self._num_live[slab]:
+            return
         first = slab * self.blocks_per_slab
         if not np.count_nonzero(self.state[first : first + self.blocks_per_slab] != FREE):
             for run in self._runs_of(slab):

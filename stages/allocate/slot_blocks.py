@@ -349,8 +349,7 @@ class SlotBlocks:
             assert isinstance(tables, WindowTables)
             due = tables.due(slots)
             if len(due):
-                owners, places = tables.to_retire(due)
-                blocks = tables.retire(due)
+                owners, places, blocks = tables.retire(due)
                 if self.publisher is not None:
                     published = self.publisher.kinds[each.kind - 1]
                     pool.pass_by(blocks[self.publisher.is_passed(published, owners, places)])

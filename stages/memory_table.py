@@ -139,11 +139,11 @@ class MemoryTable:
         return lines
 
 
-def num_sequences(layout: KVLayout, length: int) -> int:
-    """Sequences of `length` tokens that a cache holds at once."""
+def num_sequences(layout: KVLayout, length: int, chunk: int = 1) -> int:
+    """Sequences of `length` tokens that a cache holds at once, of which a step computes `chunk` tokens each."""
     if len(layout.kinds) == 1:
-        return layout.num_blocks[0] // layout.most_blocks(0, length)
-    return layout.num_slabs // layout.slabs_of_one(length)
+        return layout.num_blocks[0] // layout.most_blocks(0, length, chunk)
+    return layout.num_slabs // layout.slabs_of_one(length, chunk)
 
 
 def _to_json(layout: KVLayout) -> dict[str, Any]:

@@ -121,8 +121,12 @@ class CacheSizing:
         A sequence that it does not hold could never finish.
         """
         if (layout := self.layout(max_model_len)) is not None:
-            return num_sequences(layout, max_model_len) > 0
+            return num_sequences(layout, max_model_len, self._least_chunk(max_model_len)) > 0
         return longest_sequence(self.num_blocks(max_model_len), self.config.block_size) >= max_model_len
+
+    def _least_chunk(self, length: int) -> int:
+        """Tokens of a sequence that one step must compute: if prompts are not split, a window holds them all."""
+        return 1 if self.config.enable_chunked_prefill else length
 
     def longest(self, at_most: int) -> int:
         """The longest sequence that fits; 0 if none does.
@@ -212,7 +216,7 @@ class CacheSizing:
         blocks, needed = self.num_blocks(max_model_len), self._blocks_of(max_model_len)
         if layout is not None:  # in blocks of all layers, as the settings are
             blocks = layout.total_bytes // self.bytes_per_block
-            one = layout.slabs_of_one(max_model_len) * layout.slab_bytes
+            one = layout.slabs_of_one(max_model_len, self._least_chunk(max_model_len)) * layout.slab_bytes
             needed = max(blocks + 1, -(-one // self.bytes_per_block))
         if longest >= 2:
             mend = f"set max_model_len to at most {longest}, or to auto, or {self._more()}"

@@ -270,6 +270,15 @@ def test_a_sequence_fits_that_would_not_if_all_layers_kept_all_tokens():
         made.plan(longest + 1)
 
 
+def test_a_prompt_that_is_not_split_needs_all_its_blocks_in_one_step_of_windows_too():
+    split = {"kv_cache_bytes": 20_000, "max_num_batched_tokens": 4096}
+    made = replace(sizing(**split, enable_chunked_prefill=False), layout_of=windowed)
+    longest = made.longest(4096)
+    assert 280 <= longest <= 320 < replace(sizing(**split), layout_of=windowed).longest(4096)
+    with pytest.raises(ConfigError, match=rf"max_model_len = {longest + 1} needs"):
+        made.plan(longest + 1)
+
+
 def test_a_cache_with_windows_is_no_larger_than_all_slots_can_use():
     table = replace(sizing(ROOMY), layout_of=windowed).plan(960)
     assert 4 <= table.num_longest <= 12

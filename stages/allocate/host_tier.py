@@ -71,8 +71,8 @@ class HostTier:
     def of(
         cls, num_blocks: int, block_size: int, more_blocks: Sequence[int] = (), layout: KVLayout | None = None
     ) -> HostTier | None:
-        """The host tier of a cache; None without host blocks. `layout` is that of a cache of several kinds."""
-        if not num_blocks:
+        """The host tier of a cache; None without host blocks of each kind. `layout`: of a cache of several kinds."""
+        if not num_blocks or 0 in more_blocks:
             return None
         sizes = [] if layout is None else [kind.block_bytes for kind in layout.kinds]
         return cls(num_blocks, block_size, None, more_blocks, [size / sizes[0] for size in sizes[1:]])

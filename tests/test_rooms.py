@@ -38,6 +38,7 @@ BELOW = {
     "model/families": "model model/quantized",
     "model/families/experts": "model model/families",
     "model/families/gpt": "model model/families",
+    "model/families/recurrent": "model model/families model/families/experts",
     "model/quantized": "model",
     "model/gguf": "model",
     "model/checkpoint": "model model/families model/gguf model/quantized",

@@ -48,7 +48,7 @@ def step_bytes(
     rotate = qkv * size + 8 * heads  # four halves of each head in float32
     attend = (qkv + config.num_heads * config.head_dim) * size
     feed = 3 * config.intermediate_size * wide
-    by_token = max(project, rotate, feed)
+    by_token = max(project, rotate, feed, _recurrent_bytes(config, wide))
     gathered = 2 * context * config.num_kv_heads * config.head_dim * size
     hidden = _mask_bytes(config, size, num_tokens, context)
     if is_kv_fp8:  # keys and values in f32, and two copies in 8 bits during the second gather
@@ -57,6 +57,24 @@ def step_bytes(
         hidden = 4 * 4 * rows * context  # scores before and after the cap, and two copies of the probabilities
     attention = num_tokens * attend + gathered + hidden
     return num_tokens * stream + max(num_tokens * by_token, attention)
+
+
+def _recurrent_bytes(config: DecoderSpec, size: int) -> int:
+    """Bytes of a token in the largest recurrent layer: its projections, then in f32 the convolution's sums and inputs,
+    queries, keys and values in order, and outputs. The copies of states are not counted: see `recurrent_copies`.
+    """
+    return max(
+        (
+            (one.conv_channels + one.inner_size) * size + 4 * (4 * one.conv_channels + 3 * one.inner_size)
+            for one in config.recurrent_layers.values()
+        ),
+        default=0,
+    )
+
+
+def recurrent_copies(config: DecoderSpec, num_rows: int) -> int:
+    """Bytes of the copies of states, of one layer at a time, in a step of `num_rows` sequences."""
+    return 3 * 4 * num_rows * max((one.matrix_size for one in config.recurrent_layers.values()), default=0)
 
 
 def _mask_bytes(config: DecoderSpec, size: int, num_tokens: int, context: int) -> int:

@@ -1,4 +1,4 @@
-"""Granite 3 and 4 (dense), Granite with windows, and HyperCLOVA X: Llama with multipliers for steady training."""
+"""Granite 3, Granite with windows, and HyperCLOVA X: Llama with multipliers for steady training."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..config_keys import ConfigKeys
 from ..rope_config import MAX_THETA, RopeConfig
 from ..spec import DecoderSpec, EmbeddingSpec, FeedSpec, HeadSpec, MoeSpec
 from .building import Family, biases, decoder, feed, layers_of, rms_norm, rope
-from .names import DOWN, GATE, LAYER, POST_FEED, POST_MIXER, UP, Names, split, stacked
-from .reading import Sizes, layer_types, renamed, sizes, windows
+from .names import LAYER, POST_FEED, POST_MIXER, Names
+from .reading import Sizes, sizes, windows
 
 
 def granite(keys: ConfigKeys) -> DecoderSpec:
@@ -50,31 +50,6 @@ def layer_thetas(keys: ConfigKeys, num_layers: int, default: float) -> list[floa
     if not all(one == 0 or 1 < one <= MAX_THETA for one in listed):
         keys.fail("layer_rope_theta", f"must hold 0 or numbers above 1 and at most {MAX_THETA:g}")
     return [float(one) for one in listed]
-
-
-def granite4(keys: ConfigKeys) -> DecoderSpec:
-    """Granite 4 without experts and without recurrent layers: its feed is that which all tokens share."""
-    if keys.count("num_local_experts", 8, least=0):
-        keys.refuse("num_local_experts", "experts are not supported; 0 would be")
-    keys = renamed(keys, {"layer_types": "layers_block_type"})
-    found = sizes(keys)
-    if layer_types(keys, found.num_layers, ("attention", "full_attention")) is None:
-        keys.refuse("layer_types", "is missing, and recurrent layers are not supported")
-    rotates = keys.values.get("position_embedding_type") == "rope"
-    return granite_decoder(
-        keys,
-        found,
-        (rope(keys, found),) if rotates else (),
-        logits=1 / keys.positive("logits_scaling", 1.0),
-        inner=feed(keys, intermediate_size=keys.count("shared_intermediate_size", 1024)),
-        ropes=[0 if rotates else None] * found.num_layers,
-    )
-
-
-def granite4_names(spec: DecoderSpec) -> Names:
-    """Gate and up are one matrix."""
-    mlp, rows = f"{LAYER}.shared_mlp", stacked(spec.intermediate_size, spec.intermediate_size)
-    return {**split(f"{mlp}.input_linear", (GATE, UP), tuple(rows)), DOWN: f"{mlp}.output_linear"}
 
 
 def hyperclovax(keys: ConfigKeys) -> DecoderSpec:
@@ -125,7 +100,6 @@ def granite_decoder(
 
 FAMILIES = {
     "granite": Family(spec=granite),
-    "granitemoehybrid": Family(spec=granite4, names=granite4_names),
     "granite_swa": Family(spec=granite_swa),
     "hyperclovax": Family(spec=hyperclovax, names=hyperclovax_names),
 }

@@ -64,6 +64,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "qwen2_5_vl": Wrapper(text="qwen2_5_vl_text"),
     "qwen2_vl": Wrapper(text="qwen2_vl_text"),
     "qwen3_5": Wrapper(text="qwen3_5_text"),
+    "qwen3_5_moe": Wrapper(text="qwen3_5_moe_text"),
     "qwen3_vl": Wrapper(text="qwen3_vl_text"),
     "smolvlm": Wrapper(text="llama", values={"rms_norm_eps": 1e-5}),
 }

@@ -15,7 +15,8 @@ from millrace.model.spec import DecoderSpec
 # keys that no file lacks
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "ffn_dim")
 SERVED: dict[str, dict[str, Any]] = {  # keys without which a type is refused
-    "qwen3_next": {"num_experts": 0},
+    "bamba": {"attn_layer_indices": [1]},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 32},
     "dots1": {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "glm4_moe": {"head_dim": 128},  # the class's sizes give a head of 42, of which half is odd
     "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["full_attention"] * 32},

@@ -14,6 +14,7 @@ from ....model.backend_gaps import missing
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
 from ....model.decoder.lora_slots import LoraSlots, SlotLayout
+from ....model.decoder.memory_estimate import recurrent_copies
 from ....model.decoder.recurrent import RecurrentStates
 from ....model.decoder.rope import short_length, tables_bytes
 from ....model.spec import DecoderSpec
@@ -154,7 +155,7 @@ def _sizing(
             shape,
             weights=weights * size,
             num_positions=max_model_len,
-            activations=lambda length: step_bytes(length) * size,
+            activations=lambda length: step_bytes(length) * size + recurrent_copies(shape, config.max_num_seqs),
             bytes_per_block=bytes_per_block * size,
             host_blocks=host_blocks,
             adapters=_adapter_bytes(config, shape, decoder) * size,

@@ -31,6 +31,7 @@ MAMBA2: dict[str, Any] = {
     "mamba_chunk_size": 16,
     "by": NEITHER,
 }
+OWN_MAMBA2 = {**MAMBA2, "by": OWN}
 MAMBA1: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -40,15 +41,14 @@ MAMBA1: dict[str, Any] = {
 }
 
 ROWS = (
-    row("qwen3-next", "qwen3_next", **GDN, **SPARSE),
+    row("qwen3-next", "qwen3_next", **{**GDN, "by": OWN}, **SPARSE),
     row("qwen3-next-dense", "qwen3_next", **{**GDN, "by": OWN}, num_experts=0),
     row("qwen3.5", "qwen3_5_text", **{**GDN, "by": OWN}),
-    row("qwen3.5-moe", "qwen3_5_moe_text", **GDN, **SPARSE),
+    row("qwen3.5-moe", "qwen3_5_moe_text", **{**GDN, "by": OWN}, **SPARSE),
     row("olmo-hybrid", "olmo_hybrid", **{key: value for key, value in GDN.items() if key != "head_dim"}),
     row("lara-mini", "lara_mini", sliding_window=16, **{**GDN, **SPARSE, "layer_types": layer_types("lslf")}),
-    row(
-        "lfm2", "lfm2", num_hidden_layers=4, layer_types=layer_types("vfvf"), block_auto_adjust_ff_dim=False, by=NEITHER
-    ),
+    row("lfm2", "lfm2", num_hidden_layers=4, layer_types=layer_types("vfvf"), block_auto_adjust_ff_dim=False, by=OWN),
+    row("lfm2-adjusted", "lfm2", layer_types=layer_types("vfv"), block_multiple_of=16, conv_bias=True, by=OWN),
     row(
         "lfm2-moe",
         "lfm2_moe",
@@ -58,7 +58,7 @@ ROWS = (
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
-        by=NEITHER,
+        by=OWN,
     ),
     row(
         "lfm3", "lfm3", num_hidden_layers=4, head_dim=8, sliding_window=16, layer_types=layer_types("vfvs"), by=NEITHER
@@ -71,9 +71,25 @@ ROWS = (
         num_local_experts=4,
         num_experts_per_tok=2,
         shared_intermediate_size=16,
-        **MAMBA2,
+        **OWN_MAMBA2,
     ),
-    row("bamba", "bamba", num_hidden_layers=4, attn_layer_indices=[1, 3], **MAMBA2),
+    row(
+        "granite-hybrid-dense",
+        "granitemoehybrid",
+        num_hidden_layers=4,
+        layer_types=layer_types("lfll"),
+        num_local_experts=0,
+        shared_intermediate_size=24,
+        position_embedding_type="rope",
+        residual_multiplier=0.4,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.3,
+        logits_scaling=2.0,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        **OWN_MAMBA2,
+    ),
+    row("bamba", "bamba", num_hidden_layers=4, attn_layer_indices=[1, 3], **{**OWN_MAMBA2, "mamba_n_groups": 2}),
     row("falcon-h1", "falcon_h1", mamba_d_ssm=64, **MAMBA2),
     row(
         "nemotron-h",
@@ -82,13 +98,14 @@ ROWS = (
         layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
         mamba_num_heads=4,
         mamba_head_dim=16,
-        n_groups=1,
+        n_groups=2,
         ssm_state_size=8,
         chunk_size=16,
         n_routed_experts=4,
         moe_intermediate_size=16,
         moe_shared_expert_intermediate_size=16,
-        by=NEITHER,
+        time_step_min=1e-9,  # see the family
+        by=OWN,
     ),
     row(
         "jamba",

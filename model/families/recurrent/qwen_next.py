@@ -6,14 +6,25 @@ models that also read images is served; their further tokens at once (`mtp`) are
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..config_keys import ConfigKeys
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, QkNorm, RecurrentSpec
-from .building import Family, attention, biases, decoder, feed, rms_norm, rope
-from .names import (
+from ...config_keys import ConfigKeys
+from ...spec import (
+    AttentionSpec,
+    DecoderSpec,
+    FeedSpec,
+    LayerSpec,
+    MoeSpec,
+    NormSpec,
+    QkNorm,
+    RecurrentSpec,
+    RouterSpec,
+)
+from ..building import Family, attention, biases, decoder, feed, rms_norm, rope
+from ..experts.mixtures import listed_layers, mixture, shared_feed, stacked_names, under_either_name
+from ..names import (
     DECAY,
     LAYER,
     MIX_CONV,
@@ -24,6 +35,7 @@ from .names import (
     MIX_STEP,
     MIXED,
     OUTPUT_GATE,
+    SHARED,
     STEP_BIAS,
     Names,
     Q,
@@ -31,7 +43,7 @@ from .names import (
     conv_rows,
     negative_exp,
 )
-from .reading import Sizes, layer_types, sizes
+from ..reading import Sizes, layer_types, sizes
 
 NET = f"{LAYER}.linear_attn"
 TYPES = ("full_attention", "linear_attention")
@@ -39,26 +51,47 @@ TYPES = ("full_attention", "linear_attention")
 
 def qwen3_5(keys: ConfigKeys) -> DecoderSpec:
     """Qwen3.5 and 3.6, dense."""
-    return _decoder(keys, _sizes(keys, num_kv_heads=4))
+    found, inner = _sizes(keys, num_kv_heads=4), feed(keys)
+    return _decoder(keys, found, [inner] * found.num_layers)
+
+
+def qwen3_5_moe(keys: ConfigKeys) -> DecoderSpec:
+    """Qwen3.5 and 3.6 with experts, whose weights always add up to 1."""
+    found = _sizes(keys, num_kv_heads=2)
+    moe = _mixture(keys, RouterSpec(norm_top_k=True), num_experts=256, top_k=8)
+    return _decoder(keys, found, [moe] * found.num_layers)
 
 
 def qwen3_next(keys: ConfigKeys) -> DecoderSpec:
-    """Qwen3-Next, of which layers without experts only."""
-    found = _sizes(keys, num_kv_heads=2)
-    dense, every = keys.values.get("mlp_only_layers") or [], keys.count("decoder_sparse_step", 1)
-    has_experts = keys.count("num_experts", 512, least=0) > 0
-    if has_experts and any((layer + 1) % every == 0 and layer not in dense for layer in range(found.num_layers)):
-        keys.refuse("num_experts", "experts beside recurrent layers are not supported; 0 would be")
-    return _decoder(keys, found)
+    """Qwen3-Next: the weights of experts add up to 1, unless `norm_topk_prob` is false."""
+    found, every = _sizes(keys, num_kv_heads=2), keys.count("decoder_sparse_step", 1)
+    dense, router = (
+        listed_layers(keys, "mlp_only_layers", found.num_layers),
+        RouterSpec(norm_top_k=keys.flag("norm_topk_prob", True)),
+    )
+    has_any = under_either_name(keys, "num_experts", "num_local_experts").count("num_experts", 512, least=0) > 0
+    has = [has_any and (layer + 1) % every == 0 and layer not in dense for layer in range(found.num_layers)]
+    moe = _mixture(keys, router, num_experts=512, top_k=10) if any(has) else None
+    inner = None if all(has) else feed(keys, inner=5632)
+    return _decoder(keys, found, [one for one in (moe if does else inner for does in has) if one is not None])
+
+
+def _mixture(keys: ConfigKeys, router: RouterSpec, num_experts: int, top_k: int) -> MoeSpec:
+    keys = under_either_name(keys, "num_experts", "num_local_experts")
+    shared = shared_feed(keys, keys.count("shared_expert_intermediate_size", 512, least=0))
+    has_gate = shared is not None
+    return mixture(
+        keys, router, num_experts=num_experts, top_k=top_k, inner=512, shared=shared, has_shared_gate=has_gate
+    )
 
 
 def _sizes(keys: ConfigKeys, num_kv_heads: int) -> Sizes:
     return sizes(keys, num_heads=16, num_kv_heads=num_kv_heads, head_dim=256, max_position=32_768)
 
 
-def _decoder(keys: ConfigKeys, found: Sizes) -> DecoderSpec:
-    inner = feed(keys)
-    if inner.activation != "silu":
+def _decoder(keys: ConfigKeys, found: Sizes, feeds: Sequence[FeedSpec | MoeSpec]) -> DecoderSpec:
+    """`feeds`: of each layer."""
+    if keys.values.get("hidden_act", "silu") != "silu":
         keys.refuse("hidden_act", "another activation than 'silu' is not supported beside a gated delta net")
     types = layer_types(keys, found.num_layers, TYPES)
     if types is None:
@@ -66,15 +99,22 @@ def _decoder(keys: ConfigKeys, found: Sizes) -> DecoderSpec:
         types = [TYPES[(layer + 1) % every > 0] for layer in range(found.num_layers)]
     norm = rms_norm(keys, weight="one_plus", is_exact=True)
     attends = attention(found, has_output_gate=True, qk_norm=QkNorm(norm=norm), **biases(keys))
-    layers = _layers(types, attends, _net(keys), inner, pre_mixer=norm, pre_feed=norm)
+    layers = _layers(types, attends, _net(keys), feeds, pre_mixer=norm, pre_feed=norm)
     return decoder(keys, found, layers, final_norm=norm, ropes=(rope(keys, found, share=0.25),))
 
 
 def _layers(
-    types: Iterable[str], attends: AttentionSpec, net: RecurrentSpec, inner: FeedSpec, **norms: object
+    types: Iterable[str],
+    attends: AttentionSpec,
+    net: RecurrentSpec,
+    feeds: Iterable[FeedSpec | MoeSpec],
+    **norms: NormSpec,
 ) -> list[LayerSpec]:
     mixers = {"full_attention": attends, "linear_attention": net}
-    return [LayerSpec(mixer=mixers[kind], feed=inner, **norms) for kind in types]  # type: ignore[arg-type]
+    return [
+        LayerSpec(mixer=mixers[kind], feed=inner, **norms)  # type: ignore[arg-type]
+        for kind, inner in zip(types, feeds, strict=True)
+    ]
 
 
 def _net(keys: ConfigKeys) -> RecurrentSpec:
@@ -102,6 +142,13 @@ def qwen3_5_names(spec: DecoderSpec) -> Names:
     return {**_names(spec), **{stem: f"{NET}.in_proj_{name}" for stem, name in projections.items()}}
 
 
+def qwen3_5_moe_names(spec: DecoderSpec) -> Names:
+    """As `qwen3_5_names`; experts are stacked."""
+    experts = f"{LAYER}.mlp.experts"
+    stacks = stacked_names(spec.mixtures[0], f"{experts}.gate_up_proj", f"{experts}.down_proj", suffix="")
+    return {**qwen3_5_names(spec), **stacks}
+
+
 def qwen3_next_names(spec: DecoderSpec) -> Names:
     """One matrix holds for each key head its query, its key, then values and gates of its value heads."""
     net = _net_of(spec)
@@ -124,10 +171,10 @@ def qwen3_next_names(spec: DecoderSpec) -> Names:
 
 def _names(spec: DecoderSpec) -> dict[str, str | Rows]:
     """Queries and gates are one matrix, by heads."""
-    names: dict[str, str | Rows] = {}
+    names: dict[str, str | Rows] = {stem: stem.replace("shared_experts", "shared_expert") for stem in SHARED}
     if spec.attentions:
         rows = np.arange(2 * spec.num_heads * spec.head_dim).reshape(spec.num_heads, 2, spec.head_dim)
-        names = {Q: Rows(Q, rows[:, 0].reshape(-1)), OUTPUT_GATE: Rows(Q, rows[:, 1].reshape(-1))}
+        names |= {Q: Rows(Q, rows[:, 0].reshape(-1)), OUTPUT_GATE: Rows(Q, rows[:, 1].reshape(-1))}
     net = _net_of(spec)
     if net is None:
         return names
@@ -146,6 +193,7 @@ def _net_of(spec: DecoderSpec) -> RecurrentSpec | None:
 
 
 FAMILIES = {
+    "qwen3_5_moe_text": Family(spec=qwen3_5_moe, names=qwen3_5_moe_names),
     "qwen3_5_text": Family(spec=qwen3_5, names=qwen3_5_names),
     "qwen3_next": Family(spec=qwen3_next, names=qwen3_next_names),
 }

@@ -83,13 +83,15 @@ def test_a_hit_after_chunks_longer_than_the_window_has_the_window_not_the_chunk(
     allocator.check()
 
 
-def test_blocks_that_a_window_has_passed_are_evicted_before_the_last_ones_of_a_prompt():
-    allocator = make(num_slabs=24)
+def test_blocks_that_a_window_has_passed_are_evicted_before_the_older_end_of_a_prompt():
+    allocator = make(num_slabs=34)
     step = computed_in_chunks(allocator)
-    assert allocator.kinds[1].pool.num_cached == 6
-    allocator.serve(begin(step, 1, [70 + i for i in range(22)]))
-    assert allocator.kinds[1].pool.num_evicted in range(1, 5), "some, and no more than the window has passed"
-    _, report = allocator.serve(replace(begin(step + 1, 2, [*PROMPT, 90]), ended=[1]))
+    allocator.serve(begin(step, 1, [70 + i for i in range(20)], 4))
+    for i in range(4):
+        allocator.serve(go_on(step + 1 + i, {1: 4}))
+    allocator.serve(begin(step + 5, 2, [40 + i for i in range(20)]))
+    assert allocator.kinds[1].pool.num_evicted in range(3, 11), "more than passed before, and no more than passed since"
+    _, report = allocator.serve(replace(begin(step + 6, 3, [*PROMPT, 90]), ended=[2]))
     assert report.num_cached.tolist() == [12]
     allocator.check()
 

@@ -10,10 +10,17 @@ import orjson
 import pytest
 
 from millrace.kernels.layout.kv_layout import KVKind, KVLayout
+from millrace.stages.allocate.block_pool import BlockState
 from millrace.stages.messages import BlockCopy, Direction, StepGrant, TableEntries
+from millrace.stages.recordings.cost_model import CostModel
 from millrace.stages.recordings.field_values import InvalidValue
 from millrace.stages.recordings.format import grant_fields, plain, read_engine
+from millrace.stages.recordings.memory_state import memory_state
+from millrace.stages.recordings.replay import ReplayedCore
+from millrace.stages.recordings.simulation import Simulation
+from millrace.stages.recordings.workloads import Workload, WorkloadRequest
 from tests.stages.recorded_runs import ENGINE
+from tests.stages.schedule.plans import plan
 
 KINDS = (
     KVKind("full", (2, 5), None, 2, 8, 8, 2 * 256),
@@ -93,3 +100,25 @@ def test_grants_are_written_with_the_tables_and_copies_of_every_kind():
     out = int(Direction.OUT)
     assert fields["copies"] == [[out, [5], [5]], [out, [5], [5], 1]]
     assert "more_tables" not in grant_fields(grant())
+
+
+def test_a_simulation_serves_all_requests_of_a_cache_of_kinds():
+    engine = replace(engine_of(2**17), enable_prefix_caching=True)
+    requests = [WorkloadRequest(0.001 * i, 30, 12, (1, i), 16) for i in range(12)]
+    result = Simulation(engine, CostModel(step_s=0.001)).run(Workload(requests, has_prefixes=True))
+    assert [outcome.how for outcome in result.outcomes] == ["finished"] * 12
+    assert result.cache_hit_rate > 0.2
+
+
+def test_the_memory_of_a_moment_has_the_blocks_of_every_kind():
+    core = ReplayedCore(engine_of())
+    allocator = core.allocate.allocator
+    allocator.serve(plan(0, {0: 30}))
+    allocator.serve(plan(1, {}, completed=0))
+    memory = memory_state(core.schedule.scheduler, allocator)
+    (kind,) = memory.more_kinds
+    (holder,) = memory.holders
+    (blocks,) = holder.more_blocks
+    assert kind.name == "window" and kind.device.count(BlockState.IN_USE) == len(blocks)
+    assert 0 < len(blocks) < len(holder.blocks) and memory.holders_of(blocks[0], kind=1) == [holder]
+    assert kind.host is not None and kind.host.count(BlockState.FREE) == 4

@@ -33,7 +33,6 @@ COLUMN_BYTES = 128  # per slot: the sampler's columns of one number each
 # At most: kernels of a size of CUDA graphs beside its layers, with all its kinds of sampling, and bytes that the driver
 # keeps for each. What it really takes is measured when the graphs are captured.
 STEP_KERNELS, KERNEL_BYTES = 64, 16 << 10
-ALLOCATES_KINDS = False  # whether allocate lends slabs to kinds
 ADAPTER_KERNELS = 9  # of a layer with LoRA adapters, besides: shrink, expand, and norms apart from their products
 
 
@@ -96,15 +95,15 @@ def layouts(
 ) -> Callable[[int, int], KVLayout | None]:
     """`CacheSizing.layout_of` for a decoder, whose layers have equal sizes."""
 
-    has_kinds = runs_kinds and ALLOCATES_KINDS
-    has_kinds = has_kinds and any(attention.window or attention.chunk for attention in shape.attentions)
+    has_kinds = runs_kinds and any(attention.window or attention.chunk for attention in shape.attentions)
 
     def layout_of(num_bytes: int, max_model_len: int) -> KVLayout | None:
         if not has_kinds:
             return None
         of_layer = bytes_per_block // shape.num_layers
         layout = kv_layout(shape, config.block_size, num_bytes, lambda _: of_layer, max_model_len=max_model_len)
-        return None if layout.kinds[0].window is None and len(layout.kinds) == 1 else layout
+        # with windows alone no prefix could be found, as that is by the blocks of a kind that keeps all
+        return layout if layout.kinds[0].window is None and len(layout.kinds) > 1 else None
 
     return layout_of
 

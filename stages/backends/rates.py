@@ -41,7 +41,9 @@ def _rate_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
 
 def _with_tables(runner: ModelRunner, grant: StepGrant) -> StepGrant:
     """The grant with the same blocks of all kinds, as far as there are such: their memory may be the same."""
-    counts = runner.cache.blocks_of_kinds
+    counts = runner.cache.blocks_of_kinds if len(grant.table_blocks) else ()
+    if len(counts) < 2:
+        return grant
     entries = (grant.table_slots, grant.table_places)
     more = (TableEntries(kind, *entries, grant.table_blocks % counts[kind]) for kind in range(1, len(counts)))
     return replace(grant, table_blocks=grant.table_blocks % counts[0], more_tables=tuple(more))

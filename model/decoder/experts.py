@@ -93,7 +93,7 @@ class Experts:
         pairs = torch.empty_like(rows)
         if found:
             pairs[order] = torch.cat(found)
-        return pairs.view(num_tokens, top_k, -1)
+        return pairs.view(num_tokens, top_k, x.shape[1])
 
     def _feed(self, spec: FeedSpec, weights: FeedWeights, x: Tensor) -> Tensor:
         """A network of x [T, hidden]; as x."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ...kernels.reference.attention_f32 import SCORED_ROWS
-from ..spec import DecoderSpec
+from ..spec import DecoderSpec, MoeSpec
 from .linear import WidenedLinear
 from .weights import DecoderWeights
 
@@ -47,7 +47,8 @@ def step_bytes(
     project = config.hidden_size * wide + config.qkv_size * (wide + size)
     rotate = qkv * size + 8 * heads  # four halves of each head in float32
     attend = (qkv + config.num_heads * config.head_dim) * size
-    feed = 3 * config.intermediate_size * wide
+    experts = [_of_experts(config, moe, size, wide) for moe in dict.fromkeys(config.mixtures)]
+    feed = max(3 * config.intermediate_size * wide, *experts, 0)
     by_token = max(project, rotate, feed, _recurrent_bytes(config, wide))
     gathered = 2 * context * config.num_kv_heads * config.head_dim * size
     hidden = _mask_bytes(config, size, num_tokens, context)
@@ -75,6 +76,14 @@ def _recurrent_bytes(config: DecoderSpec, size: int) -> int:
 def recurrent_copies(config: DecoderSpec, num_rows: int) -> int:
     """Bytes of the copies of states, of one layer at a time, in a step of `num_rows` sequences."""
     return 3 * 4 * num_rows * max((one.matrix_size for one in config.recurrent_layers.values()), default=0)
+
+
+def _of_experts(config: DecoderSpec, moe: MoeSpec, size: int, wide: int) -> int:
+    """Bytes of a token in a layer of experts, if all tokens go to the same: see `Experts`."""
+    pairs = 4 * moe.top_k * config.hidden_size * size  # inputs and outputs by expert, outputs joined and by token
+    beside = [moe.expert, *(feed for feed in (moe.shared, moe.dense_beside) if feed is not None)]
+    inner = 3 * max(feed.intermediate_size for feed in beside) * wide
+    return pairs + inner + 3 * 4 * config.hidden_size  # the sum, and two that are added to it, in float32
 
 
 def _mask_bytes(config: DecoderSpec, size: int, num_tokens: int, context: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.masking_utils import eager_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from millrace.model.families.names import POST_MIXER, PRE_MIXER, SINKS, Rows
-from millrace.model.spec import AttentionSpec, DecoderSpec, LayerSpec, NormSpec
+from millrace.model.spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec, NormSpec, RouterSpec
 from tests.families.checkpoint import make_model, randomise
 from tests.families.planted import SpecChange, in_layers, plant
 from tests.families.row import Row, row
@@ -46,6 +47,15 @@ def stored_norms(layer: LayerSpec) -> LayerSpec:
     return replace(layer, **{name: as_stored(getattr(layer, name)) for name in names})
 
 
+def in_experts(layer: LayerSpec, **changes: Any) -> LayerSpec:
+    return replace(layer, feed=replace(layer.feed, **changes)) if isinstance(layer.feed, MoeSpec) else layer
+
+
+def unclamped(layer: LayerSpec) -> LayerSpec:
+    assert isinstance(layer.feed, MoeSpec)
+    return in_experts(layer, expert=replace(layer.feed.expert, limit=1e6))
+
+
 def in_attention(**changes: Any) -> SpecChange:
     def changed(layer: LayerSpec) -> LayerSpec:
         assert isinstance(layer.mixer, AttentionSpec)
@@ -65,6 +75,8 @@ FAULTS: dict[str, tuple[str, SpecChange]] = {
     "windows": ("mistral-window", in_attention(window=None)),
     "the rotation of a layer": ("smollm3", in_attention(rope=0)),
     "the 1 of norms": ("gemma", in_layers(stored_norms)),
+    "the sum of experts' weights": ("mixtral", in_layers(partial(in_experts, router=RouterSpec()))),
+    "the clamp of experts": ("gpt-oss-clamped", in_layers(unclamped)),
 }
 
 

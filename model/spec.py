@@ -105,7 +105,7 @@ class RecurrentSpec:
     num_key_heads: int = 1  # G, of queries and keys; divides num_value_heads
     num_value_heads: int = 1  # H
     key_dim: int = 0  # of a head; 0 = no matrix
-    value_dim: int  # of a head
+    value_dim: int = 0  # of a head
     conv_width: int = 4  # tokens, the newest included
     has_conv_bias: bool = False
     has_bias: bool = False  # of the projections into the layer and out of it

@@ -52,15 +52,13 @@ def test_every_backend_has_all_of_llama(backend: Any) -> None:
 @pytest.mark.parametrize(
     ("spec", "gap"),
     [
-        (changed(mixer=RecurrentSpec(kind="mamba2")), "recurrent layers: mamba2"),
+        (changed(mixer=RecurrentSpec(kind="kda")), "recurrent layers: kda"),
+        (replace(LLAMA, layers=(replace(LAYER, mixer=RecurrentSpec(kind="gdn")),)), "decoders without any attention"),
         (changed(mixer=LATENT), "latent attention"),
-        (changed(mixer=None), "layers without attention"),
-        (changed(feed=None), "layers without a feed-forward network"),
         (changed(has_output_scale=True), "a scale of the layer's output"),
         (attending(value_dim=8), "values of 8 numbers beside keys of 16"),
         (attending(kv_of=0), "keys and values shared between layers"),
         (attending(is_k_v=True), "keys that are values"),
-        (attending(has_output_gate=True), "a gate of attention's output"),
         (attending(head_dim=32), "layers whose heads have different sizes"),
         (replace(LONGROPE, ropes=(ROPE, replace(ROPE, original_max_position=64))), "factors that change at several"),
         (replace(LONGROPE, embedding=EmbeddingSpec(positions=LearnedPositions(rows=64))), "learned positions beside"),
@@ -83,6 +81,24 @@ def test_what_no_backend_has_is_named(spec: DecoderSpec, gap: str, backend: Any)
 def test_what_the_native_step_lacks_of_attention_is_named(spec: DecoderSpec, gap: str) -> None:
     assert missing(spec, "torch") == missing(spec, "triton") == []
     assert missing(spec, "native") == [gap]
+
+
+@pytest.mark.parametrize("backend", ["native", "triton"])
+@pytest.mark.parametrize(
+    ("spec", "gap"),
+    [
+        (changed(mixer=RecurrentSpec(kind="gdn")), "recurrent layers: gdn"),
+        (changed(mixer=RecurrentSpec(kind="mamba2")), "recurrent layers: mamba2"),
+        (changed(mixer=RecurrentSpec(kind="short_conv")), "recurrent layers: short_conv"),
+        (changed(mixer=None), "layers without attention"),
+        (changed(feed=None), "layers without a feed-forward network"),
+        (attending(has_output_gate=True), "a gate of attention's output"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_only_torch_has_is_named_for_the_others(spec: DecoderSpec, gap: str, backend: Any) -> None:
+    assert missing(spec, "torch") == []
+    assert missing(spec, backend) == [gap]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.deploy.running import RunningServer
 SERVE = [sys.executable, "-m", "millrace.deploy", "serve", "--port", "0", "--log-format", "json"]
 NUM_STREAMS, WARM_S, WINDOW_S = 6, 1.5, 5.0
 POINTS = 0.03
+ATTEMPTS = 5  # the views are read one after the other, and a machine's other work changes meanwhile
 
 
 @contextlib.asynccontextmanager
@@ -97,18 +98,25 @@ async def look(url: str) -> dict[str, Mapping[str, float]]:
     }
 
 
+def far_apart(views: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """The stages whose shares differ by more than `POINTS`, with the share in each view."""
+    stages = {name: {view: of.get(name, 0.0) for view, of in views.items()} for name in views["/metrics"]}
+    return {name: of for name, of in stages.items() if max(of.values()) - min(of.values()) > POINTS}
+
+
 @pytest.mark.slow
 def test_every_view_says_the_same_of_how_busy_each_stage_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "200")  # of the terminal
     pytest.importorskip("rich", reason="rich is not installed: pip install 'millrace[top]'")
     with RunningServer(command=SERVE) as server:
-        views = asyncio.run(look(server.url))
-    print(views)
-    names = set(views["/metrics"])
-    assert len(names) == 8 and names == set(views["top"]) == set(views["feed"])
-    for name in names:
-        shares = {view: of.get(name, 0.0) for view, of in views.items()}
-        assert max(shares.values()) - min(shares.values()) <= POINTS, (name, shares)
+        for _ in range(ATTEMPTS):
+            views = asyncio.run(look(server.url))
+            print(views)
+            names = set(views["/metrics"])
+            assert len(names) == 8 and names == set(views["top"]) == set(views["feed"])
+            if not (apart := far_apart(views)):
+                break
+    assert not apart, apart
     assert views["/metrics"]["execute"] > 0.5 * views["/metrics"]["sample"], views  # the device is waited for
 
 

@@ -100,7 +100,7 @@ def layouts(
     def layout_of(num_bytes: int, max_model_len: int) -> KVLayout | None:
         if not has_kinds:
             return None
-        of_layer = bytes_per_block // shape.num_layers
+        of_layer = bytes_per_block // len(shape.kv_layers)
         layout = kv_layout(shape, config.block_size, num_bytes, lambda _: of_layer, max_model_len=max_model_len)
         # with windows alone no prefix could be found, as that is by the blocks of a kind that keeps all
         return layout if layout.kinds[0].window is None and len(layout.kinds) > 1 else None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...kernels.layout.kv_layout import KVLayout
 from ...model.checkpoint.tensor_shapes import expected_shapes
 from ...model.sharding.shard import WHOLE, RankShare, cuts_of
 from ...model.spec import DecoderSpec
@@ -108,15 +109,23 @@ def bytes_kept(shape: DecoderSpec, item_size: Callable[[str], float], shard: Ran
     return int(sum(math.prod(size) * item_size(name) for name, size in sizes.items()))
 
 
-def least_cache_bytes(config: EngineConfig, bytes_per_block: int, max_model_len: int) -> int:
+def least_cache_bytes(
+    config: EngineConfig,
+    bytes_per_block: int,
+    max_model_len: int,
+    layout_of: Callable[[int, int], KVLayout | None] = lambda num_bytes, length: None,
+) -> int:
     """The KV cache below which the engine does not start: for one sequence of the longest length.
 
+    `layout_of` is that of `CacheSizing`.
     NOTE: 0 where its size is configured. `cache_size` compares that with the memory, and its message names the setting.
     """
     if config.kv_cache_bytes is not None or config.num_gpu_blocks is not None:
         return 0
     length = LEAST_TOKENS if config.max_model_len == "auto" else max_model_len
-    return -(-length // config.block_size) * bytes_per_block
+    whole = -(-length // config.block_size) * bytes_per_block
+    layout = layout_of(whole, length)
+    return whole if layout is None else min(whole, layout.slabs_of_one(length) * layout.slab_bytes)
 
 
 def smaller_forms(dtype: str, num_bytes: int, device: str, item_bytes: float) -> dict[str, int]:

@@ -17,7 +17,7 @@ from ...kernels.native.shape import CacheDType, DType
 from ...kernels.native.thread_throttle import ThreadThrottle
 from ...model.checkpoint.counted_tensors import CountedTensors
 from ...model.checkpoint.tensor_shapes import TensorSource, expected_shapes
-from ...model.decoder.native_decoder import native_shape
+from ...model.decoder.native_decoder import NativeDecoder, native_shape
 from ...model.decoder.rope import rope_tables
 from ...model.errors import CheckpointError
 from ...model.gguf.siblings import local_siblings
@@ -27,6 +27,7 @@ from ...runtime.env.cpus import ComputeThreads, idle_ns
 from ...runtime.env.log import get_logger
 from ...runtime.startup.phases import Phases
 from ..backends.cache_size import free_host_share, total_host_bytes
+from ..backends.memory_needs import layouts
 from ..backends.weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from ..config import EngineConfig
 from .packed_weights import PackedWeights, packed_weights
@@ -178,6 +179,7 @@ def _check_fit(
             return ROW_COPY_BYTES * min(num_numbers, UNPACKED_AT_ONCE)
         return _streamed_bytes(source, name) if is_plain else COPY_BYTES * num_numbers
 
+    by_block = model.shape.bytes_per_block(config.block_size, model.cache_dtype)
     own, siblings = local_siblings(root)
     others = smaller_forms(form, weights, "cpu", weights / bytes_kept(shape, lambda _: 1.0))
     if own and weights < MOST_GROWTH * siblings[own]:
@@ -189,7 +191,7 @@ def _check_fit(
         weights=weights,
         packing=max(copied(name, math.prod(sizes)) for name, sizes in expected_shapes(shape).items()),
         cache=least_cache_bytes(
-            config, model.shape.bytes_per_block(config.block_size, model.cache_dtype), max_model_len
+            config, by_block, max_model_len, layouts(config, shape, by_block, runs_kinds=NativeDecoder.runs_kinds)
         ),
         free=free_host_share(config),
         total=total_host_bytes(),

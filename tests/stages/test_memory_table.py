@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from millrace.kernels.layout.kv_layout import KVKind, KVLayout
 from millrace.stages.backends.cache_size import CacheSizing, MemoryNeeds
-from millrace.stages.backends.weights_fit import check_weights
+from millrace.stages.backends.weights_fit import check_weights, least_cache_bytes
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.memory_table import MachineMemory, human
@@ -283,3 +283,9 @@ def test_a_cache_with_windows_is_no_larger_than_all_slots_can_use():
     table = replace(sizing(ROOMY), layout_of=windowed).plan(960)
     assert 4 <= table.num_longest <= 12
     assert table.row("kv_cache").num_bytes < sizing(ROOMY).plan(960).row("kv_cache").num_bytes
+
+
+def test_the_least_cache_before_loading_is_that_of_windows():
+    config = EngineConfig(block_size=16)
+    assert least_cache_bytes(config, BLOCK, 960) == 60 * BLOCK
+    assert 14_400 <= least_cache_bytes(config, BLOCK, 960, windowed) <= 16_000

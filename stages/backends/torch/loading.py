@@ -40,6 +40,7 @@ from ...sample.sampler import Sampler
 from ...sample.token_chooser import MakeTokenChooser, TokenChooser
 from ..backend import Backend
 from ..cuda.step_update import EndRules
+from ..memory_needs import layouts
 from ..merged_adapters import merging_of
 from ..rates import measure_rates, measure_token_s
 from ..recurrent_settings import within_state_memory
@@ -284,12 +285,15 @@ def _check_fit(
     num_heads = len(shards) * len(range(shape.num_kv_heads)[shards[0].key_heads(shape.num_kv_heads)])
     cached = 2 * len(shape.kv_layers) * num_heads * shape.head_dim  # bytes of a token
     cached *= 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
+    by_block, runs_kinds = cached * config.block_size, Decoder.runs_kinds and config.tensor_parallel_size == 1
     fit = WeightsFit(
         name="",
         device=str(device),
         form=form,
         weights=weights,
-        cache=least_cache_bytes(config, cached * config.block_size, max_model_len),
+        cache=least_cache_bytes(
+            config, by_block, max_model_len, layouts(config, shape, by_block, runs_kinds=runs_kinds)
+        ),
         free=free,
         others=smaller_forms(form, weights, "", dtype.itemsize),
         num_engines=config.data_parallel_size if device.type == "cpu" else 1,

@@ -56,7 +56,7 @@ def test_an_engine_says_that_it_runs_through_transformers(hunyuan: Path) -> None
     with LLM(str(hunyuan), **SMALL) as llm:
         info = llm.info
         assert (info.model_impl, info.attention_backend, info.dtype) == ("transformers", "torch", "float32")
-        assert info.memory is not None and 100_000 < info.memory.row("weights").num_bytes < 500_000
+        assert info.memory is not None and 500_000 < info.memory.row("weights").num_bytes < 600_000
         params = SamplingParams(max_tokens=6, temperature=0.8, seed=3, n=2, logprobs=2, prompt_logprobs=1)
         (output,) = llm.generate([[9, 8, 7, 6, 5]], params, use_tqdm=False)
         assert [len(choice.token_ids) for choice in output.outputs] == [6, 6]

@@ -62,7 +62,7 @@ BELOW = {
     "stages/intake": "stages",
     "stages/schedule/step_timing": "stages",
     "stages/schedule": "stages stages/schedule/step_timing",
-    "stages/routing": "stages/schedule stages/schedule/step_timing",
+    "stages/routing": "stages/allocate stages/schedule stages/schedule/step_timing",
     "stages/tokenize": "stages",
     "stages/execute": "stages stages/device",
     "stages/executor": "stages",

@@ -25,12 +25,12 @@ from ..grammar.compiled import Grammars
 from ..outputs import ModelInfo
 from ..pipeline import TO_CORES, build_fleet_pipeline
 from ..routing.engine_load import EngineLoad
+from ..routing.reports import KeyChange
 from ..split.engine_core import CoreOwner, EngineCore
 from ..split.front import CORE, FrontStages
 from ..split.process_client import EngineClient
 from ..split.processes import STALL_S, Gone, StartAgain
 from ..split.protocol import EngineReady
-from ..split.router_reports import KeyChange
 from .core_keeper import CoreKeeper
 from .core_set import CoreSet
 from .fleet_adapters import FleetAdapters

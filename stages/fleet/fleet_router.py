@@ -8,8 +8,8 @@ from ..allocate.prefix_cache import PrefixCache
 from ..messages import TokenRequest
 from ..routing.engine_load import EngineLoad
 from ..routing.policies import POLICIES
+from ..routing.reports import KEY_BYTES, KeyChange, unpacked
 from ..routing.router import RoutedRequest, Router
-from ..split.router_reports import KEY_BYTES, KeyChange, unpacked
 from .dispatcher import CoreLoad, choose
 
 

@@ -46,6 +46,7 @@ from ..loading.model_files import check_same_files, file_digests
 from ..messages import Started, StepTokens, TokenRequest
 from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE, build_core_pipeline
 from ..recordings.writer import RecordingWriter
+from ..routing.reports import RouterReports
 from ..sample.processor_chain import ProcessorChain, load_processors
 from .compiled_grammars import CompiledGrammars
 from .core_adapters import CoreAdapters
@@ -67,7 +68,6 @@ from .protocol import (
     StatusReply,
     Stop,
 )
-from .router_reports import RouterReports
 
 PROGRESS_S = 0.5  # between two messages about loading
 
@@ -209,7 +209,7 @@ class EngineProcess:
             loaded.sampler.use(ProcessorChain(processors))
         core = self._core = CoreStages(setup.config, loaded, device, secret, setup.first_step)
         if setup.prefix_key is not None:
-            self._router_reports = RouterReports(core)
+            self._router_reports = RouterReports(core.schedule.scheduler, core.allocate.allocator)
         core.schedule.on_start.append(self._admitted)
         if (lines := core.schedule.scheduler.adapters) is not None:
             slots = lines.slots

@@ -17,6 +17,7 @@ from ..grammar.compiled import Grammars
 from ..outputs import ModelInfo
 from ..pipeline import TO_SCHEDULE, build_front_pipeline
 from ..routing.engine_load import EngineLoad
+from ..routing.reports import KeyChange
 from .engine_core import CoreOwner, EngineCore
 from .front import FrontStages
 from .inflight_requests import InflightRequests
@@ -24,7 +25,6 @@ from .process_client import EngineClient
 from .process_keeper import ProcessKeeper
 from .protocol import EngineReady
 from .remote_adapters import AdaptersThere
-from .router_reports import KeyChange
 
 STALL_S = 300.0  # without progress, though it sends messages: it is replaced; a large step on a slow machine is shorter
 

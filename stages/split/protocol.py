@@ -43,9 +43,9 @@ from ..outputs import CaptureReport, GraphBatch, ModelInfo, WeightUse
 from ..params import SamplingParams, ThinkingBudget
 from ..pooling_params import PoolingParams
 from ..routing.engine_load import EngineLoad
+from ..routing.reports import KeyChange
 from ..schedule.step_timing.step_time_model import StepTimeCosts
 from ..structured_outputs import StructuredOutputs, ThinkingSection
-from .router_reports import KeyChange
 
 # -- start and stop
 

@@ -39,6 +39,7 @@ from ..exit.outboxes import RequestOutbox
 from ..messages import TokenRequest
 from ..outputs import ModelInfo
 from ..routing.engine_load import EngineLoad
+from ..routing.reports import KeyChange
 from ..schedule.scheduler import LOAD_FAILED
 from .engine_core import EngineCore
 from .front import CORE, FrontStages, TriedGrammars, join_with_loop
@@ -55,7 +56,6 @@ from .protocol import (
     ServiceTimes,
     engine_side_error,
 )
-from .router_reports import KeyChange
 
 SUSPECT_S = 2.0  # without progress: it is asked for the stacks of its tasks
 REFRESH_S = 0.5  # that `refresh` waits for new state

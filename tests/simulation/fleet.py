@@ -37,9 +37,9 @@ from millrace.stages.fleet.hosts import HereHosts
 from millrace.stages.fleet.placement import Place
 from millrace.stages.messages import StepTokens, TokenRequest
 from millrace.stages.outputs import ModelInfo
+from millrace.stages.routing.reports import KEY_BYTES
 from millrace.stages.split.engine_core import EngineCore
 from millrace.stages.split.remote_core import RemoteCore
-from millrace.stages.split.router_reports import KEY_BYTES
 from millrace.stages.testing.scripted.engine import _async_model, _check_violations, _device, _loaded, _model, _resolved
 from tests.simulation.memory_link import MemoryChild, in_memory
 from tests.simulation.setups import POLICIES as ONE_PROCESS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ from millrace.stages.fleet.fleet_requests import FleetRequests
 from millrace.stages.fleet.fleet_router import FleetRouter
 from millrace.stages.messages import TokenRequest
 from millrace.stages.params import SamplingParams
+from millrace.stages.routing.reports import KEY_BYTES, KeyChange, RouterReports, packed, unpacked
 from millrace.stages.schedule.scheduler import Scheduler, StepLimits
 from millrace.stages.schedule.step_timing.step_time_model import StepContents
 from millrace.stages.split.protocol import CODEC
-from millrace.stages.split.router_reports import KEY_BYTES, KeyChange, RouterReports, packed, unpacked
 from tests.stages.fleet.test_fleet_parts import Core
 
 KEY, BLOCK = b"of the front", 4
@@ -39,10 +38,7 @@ class Process:
         scheduler = Scheduler(StepLimits(4, 64, 256, BLOCK))
         allocator = Allocator(100, BLOCK, 4, 256, self.cache)
         self.scheduler, self.num_blocks = scheduler, 0
-        parts: Any = SimpleNamespace(
-            schedule=SimpleNamespace(scheduler=scheduler), allocate=SimpleNamespace(allocator=allocator)
-        )
-        self.reports = RouterReports(parts)
+        self.reports = RouterReports(scheduler, allocator)
 
     def learn(self) -> None:
         assert self.scheduler.costs is not None

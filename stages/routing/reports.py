@@ -1,4 +1,4 @@
-"""What an engine process tells a front that routes: its load, and the keys of its cached blocks."""
+"""What an engine tells a router: its load, and the keys of its cached blocks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...runtime.message import message
-from ..engine.wiring import CoreStages
-from ..routing.engine_load import EngineLoad
-from ..routing.reported_load import load_of
+from ..allocate.allocator import Allocator
+from ..schedule.scheduler import Scheduler
+from .engine_load import EngineLoad
+from .reported_load import load_of
 
 KEY_BYTES = 16  # of a key that are told: two that begin alike cost a wrong choice, and no wrong answer
 
@@ -27,13 +28,12 @@ class KeyChange:
 class RouterReports:
     """Makes the reports of an engine. Make it before the engine gets its first request."""
 
-    def __init__(self, core: CoreStages) -> None:
-        self.num_seen = 0  # prompts that came from the front
-        self._core = core
+    def __init__(self, scheduler: Scheduler, allocator: Allocator) -> None:
+        self.num_seen = 0  # prompts that came from the router
+        self._scheduler, self._pool = scheduler, allocator.pool
         self._last: tuple[object, ...] = ()
-        core.schedule.scheduler.learn_costs()
-        cache = core.allocate.allocator.cache
-        self._changes = None if cache is None else cache.watch_keys()
+        scheduler.learn_costs()
+        self._changes = None if allocator.cache is None else allocator.cache.watch_keys()
 
     def new(self) -> Iterator[EngineLoad | KeyChange]:
         """What has changed since the last call. No load before the costs of a prompt's tokens are known."""
@@ -41,7 +41,7 @@ class RouterReports:
             delta = self._changes.take()
             if delta.added or delta.removed:
                 yield KeyChange(packed(delta.added), packed(delta.removed))
-        scheduler, pool = self._core.schedule.scheduler, self._core.allocate.allocator.pool
+        scheduler, pool = self._scheduler, self._pool
         assert scheduler.costs is not None
         moved = (self.num_seen, scheduler.completed_step, len(scheduler.sequences))
         if scheduler.costs.is_known and moved != self._last:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -144,6 +144,24 @@ class EngineCore:
             self._start_limit_s = max(MIN_START_S, START_FACTOR * (env.now() - began_s))
         log.info("engine_process.ready", pid=client.pid, engine=self.index)
         return ready
+
+    async def warm_up(self, first_requests: Coroutine[Any, Any, None]) -> None:
+        """Runs the first requests. Raises `EngineDied` if the process ends meanwhile.
+
+        A first process that dies is not replaced: whatever it lacks, it would lack again.
+        """
+        assert self.client is not None
+        died = self.client.died
+        warming = asyncio.ensure_future(first_requests)
+        try:
+            ends: list[asyncio.Future[Any]] = [warming, died]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not warming.done():
+                raise EngineDied(f"the engine process ended while it was warming up: {died.result()}")
+        finally:
+            warming.cancel()
+            await asyncio.wait([warming])
+        warming.result()
 
     async def start_again(self, config: EngineConfig, prepare: Callable[[], Awaitable[object]]) -> EngineClient:
         """Starts a successor, whose steps are numbered after those of the last process, and awaits `prepare` for it.

@@ -152,7 +152,7 @@ class RequestFailed:
     def error(self) -> Exception:
         """The error to end the request with, as a stage of this process would raise it."""
         if self.kind == "Refused":
-            return Refused(ErrorText(tuple(self.pieces)), code=self.code, param=self.param)
+            return Refused(ErrorText(tuple(self.pieces) or (self.reason,)), code=self.code, param=self.param)
         if self.kind == "StageCrashed":
             return StageCrashed(self.stage, self.code, engine_side_error(self.reason, ()))
         return Failed(self.reason or "internal error; see the server's log", code=self.code, param=self.param)

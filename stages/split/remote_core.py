@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
@@ -176,27 +176,19 @@ class RemoteCore:
         if self._warm_up is not None:
             for core in self.processes.cores:
                 with self.processes.only(core):
-                    await self._warm_up_or_die(core, self._run_first_requests(self._warm_up, front))
+                    await core.warm_up(self._run_first_requests(self._warm_up, front))
         self.processes.start_keepers(front, self._start_again, self._process_died)
+        await self._wait_for_report()
+
+    async def _wait_for_report(self) -> None:
+        """Observers need a report from now on. Raises `EngineDied` if no process is left that would send one."""
         await self.refresh(with_blocks=False, with_stacks=False)
-        while self.processes.report() is None and self._setup.health().state != "dead":  # observers need one
+        while self.processes.report() is None:
+            self._require_front()  # the engine may have been stopped
+            if (away := self.processes.away) is not None and away.state == "dead":
+                raise EngineDied(f"the engine process ended after it had warmed up: {away.reason}")
             await self.env.sleep(REFRESH_S / 10)
             await self.refresh(with_blocks=False, with_stacks=False)
-
-    async def _warm_up_or_die(self, core: EngineCore, first_requests: Coroutine[Any, Any, None]) -> None:
-        """A first process that dies is not replaced: whatever it lacks, it would lack again."""
-        assert core.client is not None
-        died = core.client.died
-        warming = asyncio.ensure_future(first_requests)
-        try:
-            ends: list[asyncio.Future[Any]] = [warming, died]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not warming.done():
-                raise EngineDied(f"the engine process ended while it was warming up: {died.result()}")
-        finally:
-            warming.cancel()
-            await asyncio.wait([warming])
-        warming.result()
 
     async def _run_first_requests(self, warm_up: WarmUp, front: FrontStages) -> None:
         await warm_up(front.pipeline, front.loaded.info)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,13 @@ import pytest
 from millrace.kernels.layout.kv_layout import KVKind, KVLayout
 from millrace.runtime.crash_recovery import StageCrashed
 from millrace.runtime.env.env import LiveEnv
-from millrace.runtime.pipeline import NotServing
+from millrace.runtime.pipeline import Health, NotServing
 from millrace.runtime.processes.type_fields import VersionError
 from millrace.runtime.processes.wire import WireError
+from millrace.runtime.startup.load_progress import LoadProgress
 from millrace.stages.beam_search.algorithm import CandidateParams
 from millrace.stages.config import EngineConfig
+from millrace.stages.engine.core import EngineSetup
 from millrace.stages.engine.engine import Engine
 from millrace.stages.engine.engine_status import CoreReport
 from millrace.stages.engine.read_status import owners_of, read_core
@@ -29,10 +33,13 @@ from millrace.stages.pipeline import TO_SCHEDULE
 from millrace.stages.sample.logits_processor import LogitsProcessor
 from millrace.stages.schedule.scheduler import Scheduler, StepLimits
 from millrace.stages.split.core_exit import CoreExit
+from millrace.stages.split.engine_core import EngineCore
 from millrace.stages.split.engine_process import EngineProcess, load
 from millrace.stages.split.front import CORE, join_with_loop
 from millrace.stages.split.inflight_requests import STEPS_AT_ONCE, InflightRequests
+from millrace.stages.split.process_client import EngineDied
 from millrace.stages.split.protocol import CODEC, RequestFailed, ServiceTimes, StatusReply
+from millrace.stages.split.remote_core import RemoteCore
 from millrace.stages.split.split_engine import SplitEngine
 from millrace.stages.structured_outputs import StructuredOutputs
 from millrace.stages.testing.scripted.engine import SMALL, ScriptedEngine, scripted_engine
@@ -241,6 +248,11 @@ def test_a_failure_crosses_with_what_its_client_is_told_and_no_more(error: Excep
         assert str(back.text.named(str.upper)) == "X = 3: must be less than Y, which is 3" and back.param == "x"
 
 
+def test_a_failure_without_places_for_names_of_fields_keeps_its_text() -> None:
+    failed = RequestFailed("a", "Refused", "the prompt is too long", "invalid_value", "prompt").error()
+    assert isinstance(failed, Refused) and (failed.message, failed.param) == ("the prompt is too long", "prompt")
+
+
 # -- the engine's side
 
 
@@ -349,6 +361,38 @@ def test_what_would_have_to_be_in_the_engine_process_is_refused_in_a_sentence() 
         engine.status()
     with pytest.raises(ConfigError, match="a logits processor that was made is in the caller's process"):
         SplitEngine(EngineConfig(), logits_processor=Nothing())
+
+
+class NoReports:
+    """Engine processes that have ended, or never report."""
+
+    cores: Sequence[EngineCore] = ()
+
+    def __init__(self, away: Health | None) -> None:
+        self.away = away
+
+    def report(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("front", "away", "error"),
+    [
+        (SimpleNamespace(pipeline=SimpleNamespace(watch=None)), Health("dead", reason="signal 9"), EngineDied),
+        (None, None, NotServing),  # stopped meanwhile
+    ],
+)
+def test_a_start_does_not_wait_for_reports_that_cannot_come(front: Any, away: Any, error: type[Exception]) -> None:
+    async def main() -> None:
+        env = LiveEnv()
+        setup = EngineSetup(EngineConfig(), env, LoadProgress(env.now), lambda: Health("loading"))
+        core = RemoteCore(setup, lambda setup, owner: NoReports(away))  # type: ignore[arg-type,return-value]
+        core.front = front
+        with pytest.raises(error):
+            await asyncio.wait_for(core._wait_for_report(), 5.0)
+        await env.aclose()
+
+    asyncio.run(main())
 
 
 def test_a_front_whose_engine_cannot_be_started_says_why_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ class LoadAdapterBody(Body):
     load_inplace: bool = False
 
     def check(self) -> None:
+        super().check()
         if not self.lora_name or not self.lora_path:
             raise ApiError("invalid_value", "lora_name and lora_path must not be empty", param="lora_name")
         if problem := name_problem(self.lora_name):
@@ -42,6 +43,7 @@ class AddAdapterBody(Body):
     replace: bool = False  # of a name in use
 
     def check(self) -> None:
+        super().check()
         if problem := name_problem(self.name):
             raise ApiError("invalid_value", f"name = {self.name[:64]!r}: {problem}", param="name")
 

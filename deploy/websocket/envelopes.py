@@ -39,6 +39,7 @@ class Create(Envelope):
     stats: bool = False  # whether to send `stats` before `done`
 
     def check(self) -> None:
+        super().check()
         if self.body.get("stream") not in (None, True):
             raise ApiError("invalid_value", "stream: a socket always streams; leave it out", param="stream")
 

@@ -186,6 +186,7 @@ FIELDS: tuple[SamplingField, ...] = (
 BY_NAME = {field.name: field for field in FIELDS}
 RANGED = tuple(field for field in FIELDS if field.most)
 FROM_CHECKPOINT = tuple(field for field in FIELDS if field.from_checkpoint)
+NO_CHECKPOINT = {field.name: field.default for field in FROM_CHECKPOINT}  # for APIs with defaults of their own
 
 # The numbers of a draw, in the order of a slot's row: `temperature` first.
 DRAWS = tuple(field for field in FIELDS if field.phase in (Phase.DRAW, Phase.CUT))

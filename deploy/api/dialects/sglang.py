@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import orjson
 from pydantic import Field, WithJsonSchema
 
+from ....kernels.layout.sampling_fields import NO_CHECKPOINT
 from ...errors import ApiError
 from ..openai.answers import AnswerBuilder
 from ..openai.choice_state import ChoiceState
@@ -40,7 +41,6 @@ NAMES = {  # a completion's field -> this dialect's, for error texts
     **{ours: f"sampling_params.{theirs}" for theirs, ours in RENAMED.items()},
     **{f"structured_outputs.{ours}": f"sampling_params.{theirs}" for theirs, ours in FORMS.items()},
 }
-PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
 SAMPLING: hints.Schema = {"type": ["object", "null"], "description": "fields of SGLang's sampling parameters"}
 
 
@@ -78,6 +78,7 @@ class SglangBody(Body):
         return "text" if self.input_ids is None else "input_ids"
 
     def check(self) -> None:
+        super().check()
         if (self.text is None) == (self.input_ids is None):
             raise ApiError("invalid_value", "text: send either text or input_ids", param="text")
         if self.input_ids is not None and not isinstance(self.input_ids, list):
@@ -95,7 +96,7 @@ class SglangBody(Body):
         fields |= {"logprobs": 0} if self.return_logprob else {}
         fields |= {"request_id": self.rid} if self.rid is not None else {}
         prompt = self.text if self.input_ids is None else self.input_ids
-        body = {"max_tokens": 1} | PLAIN | fields | {"prompt": prompt, "stream": bool(self.stream)}
+        body = {"max_tokens": 1} | NO_CHECKPOINT | fields | {"prompt": prompt, "stream": bool(self.stream)}
         return body, [f"sampling_params.{name}" for name in given]
 
 

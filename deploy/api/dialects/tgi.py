@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import Field, WithJsonSchema
 
+from ....kernels.layout.sampling_fields import NO_CHECKPOINT
 from ....stages.params import MAX_LOGPROBS, MAX_STOPS
 from ...errors import ApiError
 from ..openai.answers import AnswerBuilder
@@ -108,8 +109,7 @@ class TgiBody(Body):
     def completion(self, is_stream: bool) -> dict[str, Any]:
         """The body of a completion for this request; what is not said is TGI's default, not the model's."""
         parameters = self.parameters or TgiParameters()
-        off = {"temperature": 1.0 if parameters.samples else 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        off |= {"typical_p": 1.0, "repetition_penalty": 1.0}
+        off = NO_CHECKPOINT | {"temperature": 1.0 if parameters.samples else 0.0}
         given: dict[str, Any] = {name: getattr(parameters, name) for name in (*SAME, "temperature")}
         given |= {"truncate_prompt_tokens": parameters.truncate, "model": parameters.adapter_id}
         given["structured_outputs"] = parameters.structured_outputs()

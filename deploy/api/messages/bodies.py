@@ -109,6 +109,7 @@ class CountTokensBody(AdaptedBody):
     output_config: OutputConfig | None = None
 
     def check(self) -> None:
+        super().check()
         if self.thinking is not None and self.thinking.type == "enabled" and self.thinking.budget_tokens is None:
             message = "thinking.budget_tokens: required with type = enabled"
             raise ApiError("missing_required_parameter", message, param="thinking.budget_tokens")

@@ -88,6 +88,7 @@ class OllamaBody(AdaptedBody):
         return None if self.options is None else self.options.longest
 
     def check(self) -> None:
+        super().check()
         if self.format is not None and not isinstance(self.format, dict) and self.format not in ("", "json"):
             message = f'format = {shorten(repr(self.format), 64)}: must be "json" or a JSON schema, as an object'
             raise ApiError("invalid_value", message, param="format")

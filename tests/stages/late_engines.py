@@ -105,9 +105,9 @@ def _count_copies(engine: Engine) -> list[int]:
     work, counted = engine.pipeline.stages["execute"].runner._work, []  # type: ignore[attr-defined]
     host_block = work.host_block
 
-    def count(block: int) -> Any:
+    def count(block: int, kind: int) -> Any:
         counted.append(block)
-        return host_block(block)
+        return host_block(block, kind)
 
     work.host_block = count
     return counted

@@ -69,6 +69,7 @@ def wait(page: Any) -> None:
     """Until the last answer is complete, and drawn."""
     claim = "millraceDashboard.state.chat.running === null && !document.querySelector('.composer .stop')"
     until(page, claim, timeout_s=90.0)
+    page.evaluate("new Promise((done) => requestAnimationFrame(done))")  # an answer may end before anything is drawn
 
 
 def tokens(page: Any) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ class Past:
         self._news: dict[str, list[Any]] = {}
         self._details: dict[str, Any] | None = None
         self._shown: str | None = None  # id of the request in `_details`
+        self._num_seeks = 0  # what is read for an earlier one is not shown
 
     @property
     def shown_s(self) -> float | None:
@@ -41,6 +42,7 @@ class Past:
     def seek(self, time_s: float | None) -> None:
         """Goes to a time on the engine's clock; None: to the present."""
         self.time_s, self._frame, self._details, self._shown = time_s, None, None, None
+        self._num_seeks += 1
 
     def step(self, history: HistoryLog, frames: int) -> None:
         """Goes by a number of frames, and to the present after the last one."""
@@ -51,25 +53,37 @@ class Past:
         self.seek(times[place] if place < len(times) else None)
 
     async def load(self, engine: Engine, history: HistoryLog, topics: Topics) -> None:
-        """Reads what is shown, if it is not yet; without any frame it returns to the present."""
-        assert self.time_s is not None
-        if self._frame is None:
-            frames = history.frames_until(self.time_s)
-            if not frames:
-                return self.seek(None)
-            loop = asyncio.get_running_loop()
-            self._topics, self._news = await loop.run_in_executor(
-                self._threads, lambda: (frames[-1].topics(), news_of(frames))
-            )
-            self._frame = frames[-1]
+        """Reads what is shown, if it is not yet, and again if the viewer goes elsewhere meanwhile.
+
+        Without any frame it returns to the present.
+        """
         wanted = None if topics.request is None else topics.request.id
-        if wanted is not None and wanted != self._shown:
-            readers, until_ns = engine.pipeline.tracer.readers(), round(1e9 * self._frame.time_s)
-            bounded: list[ReadsTrace] = [_Until(reader, until_ns) for reader in readers]
-            self._details = await asyncio.get_running_loop().run_in_executor(
-                self._threads, _details, bounded, wanted, until_ns
-            )
-            self._shown = wanted
+        while self.time_s is not None:
+            if self._frame is None:
+                await self._load_frame(history, self.time_s)
+            elif wanted is not None and wanted != self._shown:
+                await self._load_details(engine, self._frame, wanted)
+            else:
+                return
+
+    async def _load_frame(self, history: HistoryLog, time_s: float) -> None:
+        """Reads the frame at `time_s`; keeps nothing if the viewer goes elsewhere meanwhile."""
+        num_seeks, frames = self._num_seeks, history.frames_until(time_s)
+        if not frames:
+            return self.seek(None)
+        loop = asyncio.get_running_loop()
+        read = await loop.run_in_executor(self._threads, lambda: (frames[-1].topics(), news_of(frames)))
+        if num_seeks == self._num_seeks:
+            (self._topics, self._news), self._frame = read, frames[-1]
+
+    async def _load_details(self, engine: Engine, frame: Frame, wanted: str) -> None:
+        """Reads a request as it was at a frame; keeps nothing if the viewer goes elsewhere meanwhile."""
+        num_seeks, until_ns = self._num_seeks, round(1e9 * frame.time_s)
+        bounded: list[ReadsTrace] = [_Until(reader, until_ns) for reader in engine.pipeline.tracer.readers()]
+        loop = asyncio.get_running_loop()
+        read = await loop.run_in_executor(self._threads, _details, bounded, wanted, until_ns)
+        if num_seeks == self._num_seeks:
+            self._details, self._shown = read, wanted
 
     # -- data by topic
 

@@ -6,10 +6,14 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 from millrace.deploy.dashboard import history as history_module
 from millrace.deploy.dashboard.history import MAX_ROWS, Counts, HistoryLog, news_of
+from millrace.deploy.dashboard.messages import Topics
+from millrace.deploy.dashboard.past import Past
+from millrace.runtime.trace.tracer import Tracer
 from tests.deploy.dashboard.test_dashboard_feed import EVERYTHING, Looking, complete, looking
 from tests.deploy.sockets import ENDLESS, on_loop, serving, until
 
@@ -69,6 +73,26 @@ async def test_the_steps_of_a_past_moment_are_those_up_to_it():
         await taken(history, time_s, {}, num_steps)
     assert [row[0] for row in news_of(history.frames_until(2.0))["steps"]] == list(range(100, 700))
     assert news_of(history.frames_until(4.0))["steps"][-1][0] == 700
+
+
+@on_loop
+async def test_a_viewer_that_moves_while_a_moment_is_read_is_shown_where_it_went():
+    history, pipeline = log(), SimpleNamespace(tracer=Tracer())
+    for time_s in (0.0, 2.0, 4.0):
+        await taken(history, time_s, {"overview": {"at": time_s}})
+    engine: Any = SimpleNamespace(pipeline=pipeline)
+    mine = Topics.model_validate({"request": {"id": "cmpl-mine"}})
+    for goes_to, reads_frame in ((2.0, True), (None, True), (2.0, False), (None, False)):
+        past = Past(ThreadPoolExecutor(1), lambda owner: True)
+        past.seek(4.0)
+        if not reads_frame:  # but the details of a request
+            await past.load(engine, history, Topics())
+        loading = asyncio.create_task(past.load(engine, history, mine))
+        await asyncio.sleep(0)  # a thread reads, and its result is not taken yet
+        past.seek(goes_to)
+        await loading
+        assert past.shown_s == past.time_s == goes_to
+        assert goes_to is None or past.tree("overview", None, None) == {"at": goes_to}
 
 
 async def seen(viewer: Looking, is_past: bool) -> Any:

@@ -86,10 +86,10 @@ class StepAhead:
         assert self._chain is not None
         step, slots = grant.step, grant.slots
         follows = num_true(self._last_link[slots] == step - 1) == len(slots)
-        if follows and len(grant.table_slots):
+        if follows and (len(grant.table_slots) or grant.more_tables):
             self._grow_positions(grant)
             self._tables[0, grant.table_slots, grant.table_places] = grant.table_blocks
-            for entries in grant.more_tables:
+            for entries in grant.more_tables:  # those of a window may come alone, where the others were reserved
                 self._tables[entries.kind, entries.slots, entries.places] = entries.blocks
         self._last_link[slots] = step
         is_handed_over = follows and self._chain.follow(step, slots, grant.starts)

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from ....kernels.layout.kv_layout import KVLayout
 from ....stages.config import EngineConfig
 from ....stages.errors import ConfigError
 from ....stages.recordings.cost_model import FittedCostModel, fit
@@ -217,7 +218,7 @@ def _apply(
 ) -> tuple[RecordedEngine, AdmissionLimits, Policy | None]:
     """Applies the settings, checked as those of an engine."""
     of_engine = {RENAMED.get(name, name): value for name, value in settings.items() if name in ENGINE_FIELDS}
-    engine = replace(engine, **of_engine, most_drafts=_most_drafts(engine, settings))
+    recorded, engine = engine, replace(engine, **of_engine, most_drafts=_most_drafts(engine, settings))
     values = {name: getattr(engine, RENAMED.get(name, name)) for name in ENGINE_FIELDS}
     values |= {name: settings[name] for name in DRAFT_FIELDS if name in settings}
     if "max_loras" not in settings and not engine.max_loras:  # the engine served no adapters
@@ -228,13 +229,47 @@ def _apply(
     for name in ("max_model_len", "num_gpu_blocks", "num_cpu_blocks", "max_num_batched_tokens", "itl_target_ms"):
         if not isinstance(values[name], (int, float)):
             raise ConfigError(f"{name} = {values[name]}: must be a number, as a simulation has no device to measure")
-    if engine.num_blocks * engine.block_size < engine.max_model_len:
+    if not engine.has_kinds and engine.num_blocks * engine.block_size < engine.max_model_len:
         raise ConfigError(
             f"num_gpu_blocks = {engine.num_blocks} of {engine.block_size} tokens hold no sequence of max_model_len = "
             f"{engine.max_model_len}: give it at least {-(-engine.max_model_len // engine.block_size)}"
         )
+    if engine.kv_layout is not None and engine.has_kinds:
+        engine = _with_kinds(engine, engine.kv_layout, recorded, settings)
     policy = make_policy(config) if "scheduler" in settings or "priority_ageing_s" in settings else None
     return engine, AdmissionLimits(**{name: settings[name] for name in ADMISSION_FIELDS if name in settings}), policy
+
+
+def _with_kinds(
+    engine: RecordedEngine, layout: KVLayout, recorded: RecordedEngine, settings: Mapping[str, Any]
+) -> RecordedEngine:
+    """`engine` with the memory of several kinds that its settings make, in which sizes are in blocks of all layers."""
+    kinds = [
+        replace(kind, block_bytes=kind.block_bytes * engine.block_size // layout.block_size) for kind in layout.kinds
+    ]
+    bytes_per_block, num_bytes = sum(kind.block_bytes for kind in kinds), layout.total_bytes
+    if "num_gpu_blocks" in settings:
+        num_bytes = engine.num_blocks * bytes_per_block
+    if "num_gpu_blocks" in settings or engine.block_size != layout.block_size:
+        layout = KVLayout.of(kinds, engine.block_size, num_bytes, layout.place)
+    if layout.num_slabs < (needed := layout.slabs_of_one(engine.max_model_len)):
+        raise ConfigError(
+            f"num_gpu_blocks = {num_bytes // bytes_per_block} of {engine.block_size} tokens hold no sequence of "
+            f"max_model_len = {engine.max_model_len}: give it at least "
+            f"{-(-needed * layout.slab_bytes // bytes_per_block)}"
+        )
+    host = (recorded.num_host_blocks, *recorded.num_more_host_blocks)
+    if "num_cpu_blocks" in settings:
+        host = layout.host_blocks(engine.num_host_blocks * bytes_per_block, engine.max_model_len)
+        host = host if all(host) else (0,) * len(host)
+    num_host_blocks, *more = host
+    return replace(
+        engine,
+        kv_layout=layout,
+        num_blocks=layout.num_blocks[0],
+        num_host_blocks=num_host_blocks,
+        num_more_host_blocks=tuple(more),
+    )
 
 
 def _most_drafts(engine: RecordedEngine, settings: Mapping[str, Any]) -> int:

@@ -9,8 +9,10 @@ import numpy as np
 import orjson
 import pytest
 
+from millrace.deploy.cli.simulate.sweeps import _apply
 from millrace.kernels.layout.kv_layout import KVKind, KVLayout
 from millrace.stages.allocate.block_pool import BlockState
+from millrace.stages.errors import ConfigError
 from millrace.stages.messages import BlockCopy, Direction, StepGrant, TableEntries
 from millrace.stages.recordings.cost_model import CostModel
 from millrace.stages.recordings.field_values import InvalidValue
@@ -108,6 +110,23 @@ def test_a_simulation_serves_all_requests_of_a_cache_of_kinds():
     result = Simulation(engine, CostModel(step_s=0.001)).run(Workload(requests, has_prefixes=True))
     assert [outcome.how for outcome in result.outcomes] == ["finished"] * 12
     assert result.cache_hit_rate > 0.2
+
+
+def test_other_sizes_in_a_simulation_make_the_layout_of_kinds_anew():
+    engine, bytes_per_block = engine_of(), sum(kind.block_bytes for kind in KINDS)
+    fewer, *_ = _apply(engine, {"num_gpu_blocks": 90, "num_cpu_blocks": 30})
+    assert fewer.kv_layout == KVLayout.of(KINDS, engine.block_size, 90 * bytes_per_block)
+    assert fewer.num_blocks == fewer.kv_layout.num_blocks[0]
+    host = fewer.num_host_blocks, *fewer.num_more_host_blocks
+    assert sum(count * kind.block_bytes for count, kind in zip(host, KINDS, strict=True)) <= 30 * bytes_per_block
+    coarser, *_ = _apply(engine, {"block_size": 2 * engine.block_size})
+    assert [kind.block_bytes for kind in coarser.kv_layout.kinds] == [2 * kind.block_bytes for kind in KINDS]
+    assert coarser.kv_layout.total_bytes <= engine.kv_layout.total_bytes
+    for made in (fewer, coarser):
+        assert read_engine(written(made)) == made
+    assert _apply(engine, {"max_num_seqs": 3})[0].kv_layout == engine.kv_layout
+    with pytest.raises(ConfigError, match="num_gpu_blocks = 2 of .* max_model_len = 64: give it at least"):
+        _apply(engine, {"num_gpu_blocks": 2})
 
 
 def test_the_memory_of_a_moment_has_the_blocks_of_every_kind():

@@ -121,7 +121,8 @@ class BlockPool:
 
         `hand` is the plan for which they are taken, if any: listeners to evictions get it.
         """
-        assert total <= self.num_available, f"{total} blocks taken of {self.num_available} available"
+        is_there = total <= self.num_free + len(self._cached) or total <= self.num_available  # the latter takes time
+        assert is_there, f"{total} blocks taken of {self.num_available} available"
         taken: list[int] = []
         for last, count in zip(last_blocks, counts, strict=True):
             until = len(taken) + count
@@ -294,6 +295,7 @@ class BlockPool:
         They become free once step `last_step` is done.
         """
         self._cached.clear()
+        self._untold.clear()
         self._is_kept[:] = False
         self.num_moves += 1
         self.state[:] = QUARANTINED

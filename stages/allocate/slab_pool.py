@@ -303,6 +303,7 @@ class KindPool(BlockPool):
         self.num_quarantined, self.num_absent = len(lent), self.num_blocks - len(lent)
         self._quarantine = [(last_step, lent)] if len(lent) else []
         self._num_live[:] = self.is_lent * self.blocks_per_slab
+        self._evicted_by_take = None  # the crash may have come while taking
 
     def check(self) -> None:
         super().check()

@@ -14,6 +14,7 @@ from ...kernels.layout.kv_layout import KVLayout
 from ..messages import NO_INDICES, NO_INTS, BlockCopy, Direction, Indices, Ints, Started, TableEntries
 from .block_pool import BlockPool
 from .block_tables import BlockTables, WindowTables
+from .evictions import Evictions, KindEvictions
 from .host_tier import HostTier
 from .plan_in_hand import KindMatch, PlanInHand, ReusedPrefix
 from .prefix_cache import PrefixCache, PrefixMatch
@@ -41,20 +42,6 @@ class Growth:
     num_blocks: int  # in all
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _KindEvictions:
-    """Listens to evictions of one kind after kind 0."""
-
-    slot_blocks: SlotBlocks
-    kind: int
-
-    def on_device(self, blocks: list[int], hand: PlanInHand | None) -> None:
-        self.slot_blocks._move_out_of(self.kind, blocks, hand)
-
-    def on_host(self, places: list[int], hand: PlanInHand | None) -> None:
-        self.slot_blocks._forget_on_host_of(self.kind, places)
-
-
 class SlotBlocks:
     """The state of one pool a kind and of the slots. What a plan causes is collected in the plan in hand.
 
@@ -80,14 +67,13 @@ class SlotBlocks:
         self.publisher = None if cache is None else PrefixPublisher(cache, self.pool, self.tables)
         host_pools = [None] * len(self.more) if host is None else host.more
         assert len(host_pools) == len(self.more), f"{len(self.kinds)} kinds, and host pools of {1 + len(host_pools)}"
+        self._evictions: list[Evictions | KindEvictions] = []  # of each kind, with a prefix cache
         if self.publisher is not None:
             for each, host_pool in zip(self.more, host_pools, strict=True):
                 assert layout is not None
                 self.publisher.add_kind(layout.kinds[each.kind], each.pool, each.tables, host_pool)
-                evictions = _KindEvictions(self, each.kind)
-                each.pool.subscribe(evictions.on_device)
-                if host_pool is not None:
-                    host_pool.subscribe(evictions.on_host)
+            self._evictions.append(Evictions(self.publisher, host, self.pool))
+            self._evictions += [KindEvictions(self.publisher, host, each.kind, each.pool) for each in self.more]
         windows = [each for each in self.kinds if isinstance(each.tables, WindowTables)]
         assert not windows or windows[0].kind or (cache is None and host is None), "no kind keeps all blocks"
         self._windows = windows
@@ -97,10 +83,6 @@ class SlotBlocks:
         self.started: dict[int, Started] = {}  # by slot: not yet sent with a grant
         self.sequence_ids = np.full(num_slots, -1, np.int64)  # [S] the sequence that started there last
         self._must_compute = np.zeros(num_slots, np.bool_)  # [S] whether it must compute all its tokens
-        if self.publisher is not None:
-            self.pool.subscribe(self.publisher.forget_blocks if host is None else self._move_out)
-            if host is not None:
-                host.pool.subscribe(self._forget_evicted_on_host)
 
     # -- updates
 
@@ -114,9 +96,9 @@ class SlotBlocks:
         for each in self.more:
             each.pool.complete_steps(plan.completed_step)
         if self.host is not None:
-            self._forget_on_host(self.host.complete_steps(plan.completed_step, plan.voided, plan.generation))
-            for each in self.more:
-                self._forget_on_host_of(each.kind, self.host.take_lost(each.kind))
+            lost = self.host.complete_steps(plan.completed_step, plan.voided, plan.generation)
+            for evictions in self._evictions:
+                evictions.on_host(self.host.take_lost(evictions.kind) if evictions.kind else lost)
             for sequence_id in plan.discarded:
                 self.host.release(sequence_id, plan.step - 1, plan.completed_step)  # an earlier step may copy into them
         for slot, num_accepted in plan.accepted:
@@ -358,60 +340,6 @@ class SlotBlocks:
                 else:  # some slots share blocks
                     for slot in due.tolist():
                         pool.give_back(blocks[owners == slot], step, self.completed_step)
-
-    def _move_out(self, blocks: list[int], hand: PlanInHand | None) -> None:
-        """Copies evicted blocks to the host, as far as there is room and it pays."""
-        assert self.host is not None and self.publisher is not None
-        assert hand is not None, "cached blocks are evicted outside a plan, and no step can copy them"
-        cache, offload_policy = self.publisher.cache, self.host.offload_policy
-        moving = [block for block in blocks if not cache.is_tail(block) and not cache.is_on_host(block)]
-        is_worthwhile = offload_policy.is_worthwhile(cache.num_host_hits, self.host.rates)
-        if not is_worthwhile:
-            moving = [block for block in moving if cache.is_sample(block)]
-        places = self.host.adopt(len(moving), hand.plan.step, hand.plan.generation, self.completed_step)
-        moving = moving[: len(places)]
-        if is_worthwhile:
-            offload_policy.charge(len(moving))
-        for block in set(blocks).difference(moving):
-            cache.forget(block)
-        for block, place in zip(moving, places.tolist(), strict=True):
-            displaced = cache.move_out(block, place)
-            if displaced is not None:
-                self.host.pool.forget(displaced)
-        if moving:
-            hand.copies.append(BlockCopy(Direction.OUT, np.array(moving, np.int32), places))
-
-    def _move_out_of(self, kind: int, blocks: list[int], hand: PlanInHand | None) -> None:
-        """The same for evicted blocks of a kind after kind 0: not for those that a window has passed."""
-        assert self.publisher is not None
-        if self.host is None:
-            return self.publisher.forget_blocks_of(kind, blocks)
-        assert hand is not None, "cached blocks are evicted outside a plan, and no step can copy them"
-        offload_policy, index = self.host.offload_policy, self.publisher.kinds[kind - 1].index
-        is_worthwhile = offload_policy.is_worthwhile(self.publisher.cache.num_host_hits, self.host.rates)
-        moving = [block for block in blocks if index.may_move_out(block, samples_only=not is_worthwhile)]
-        places = self.host.adopt(len(moving), hand.plan.step, hand.plan.generation, self.completed_step, kind)
-        moving = moving[: len(places)]
-        if is_worthwhile:
-            offload_policy.charge(round(len(moving) * self.host.weight(kind)))
-        self.publisher.forget_blocks_of(kind, set(blocks).difference(moving))
-        for block, place in zip(moving, places.tolist(), strict=True):
-            index.move_out(block, place)
-        if moving:
-            hand.copies.append(BlockCopy(Direction.OUT, np.array(moving, np.int32), places, kind))
-
-    def _forget_on_host_of(self, kind: int, places: list[int]) -> None:
-        if self.publisher is not None:
-            for place in places:
-                self.publisher.kinds[kind - 1].index.forget_on_host(place)
-
-    def _forget_evicted_on_host(self, places: list[int], hand: PlanInHand | None) -> None:
-        self._forget_on_host(places)
-
-    def _forget_on_host(self, places: list[int]) -> None:
-        if self.publisher is not None:
-            for place in places:
-                self.publisher.cache.forget_on_host(place)
 
     def copy_in(self, hand: PlanInHand) -> None:
         """Collects the copies from the host for the sequences that start in the plan."""

@@ -218,6 +218,25 @@ def test_a_kind_keeps_what_it_needs_itself_in_the_same_plan() -> None:
     assert full.num_cached == 0 and full.num_in_use == 6 and window.num_in_use == 2
 
 
+def test_slabs_go_back_after_a_crash_that_came_while_blocks_were_taken() -> None:
+    slabs = SlabPool(layout(3))
+    window = slabs.pools[1]
+    cached(window, 6)
+
+    def crash(blocks: list[int], hand: Any) -> None:
+        raise ArithmeticError
+
+    window.subscribe(crash)
+    with pytest.raises(ArithmeticError):
+        window.take(2)
+    for pool in slabs.pools:
+        pool.seize_all(0)
+        pool.complete_steps(0)
+        pool.check()
+    slabs.check()
+    assert sorted(slabs.unlent) == [0, 1, 2]
+
+
 def test_the_room_of_a_report_is_what_one_more_sequence_could_have() -> None:
     """Of 8 slabs one sequence needs two for its window, at most 3 blocks; 6 are left for 36 full blocks."""
     allocator = make(8)

@@ -49,21 +49,17 @@ def _evaluate(
 ) -> tuple[Evaluation, list[WindowScorer]]:
     scorer = WindowScorer.load(config, env, options.context_length)
     tokens = TokenizedText.read(scorer.tokenizer, text, options.num_tokens)
-    reference, length = None, scorer.info.max_model_len
+    reference, length = None, scorer.max_length
     if options.against is not None:
         changes = dict(_assignment(one) for one in options.against_set or ())
         reference = WindowScorer.load(replace(config, model=options.against, **changes), env, options.context_length)
-        length = min(length, reference.info.max_model_len)
+        length = min(length, reference.max_length)
         _check_same_ids(tokens, TokenizedText.read(reference.tokenizer, text, options.num_tokens), options)
-    length = options.context_length or min(length, _default_length(scorer, reference))
+    length = options.context_length or length
     stride = options.stride if options.stride is not None else max(1, length // 2)
     with tqdm(total=tokens.num_scored, unit=" tokens", disable=None, leave=False) as bar:
         result = evaluate(scorer, tokens, length, stride, reference, bar.update, env.now)
     return result, [scorer] if reference is None else [scorer, reference]
-
-
-def _default_length(scorer: WindowScorer, reference: WindowScorer | None) -> int:
-    return min(one.info.max_model_len for one in (scorer, reference) if one is not None)
 
 
 def as_json(result: Evaluation, models: list[WindowScorer]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ...kernels.layout.kv_layout import KVLayout
 from ...runtime.env.env import Env
 from ...runtime.startup.phases import Phases
 from ..config import EngineConfig
@@ -16,7 +17,7 @@ from ..device.scored_prompts import LogitsWithPrompts, rows_of_a_piece
 from ..errors import ConfigError
 from ..execute.model_runner import ModelRunner
 from ..loading.model import LoadedModel, load_model
-from ..messages import Ints, Started, StepGrant
+from ..messages import Indices, Ints, Started, StepGrant, TableEntries
 from ..params import SamplingParams
 from .windows import TextWindow
 
@@ -33,10 +34,13 @@ class WindowScorer:
     It computes as an engine does: in chunks of max_num_batched_tokens, with the same kernels, weights and cache.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, max_length: int) -> None:
+        """`max_length`: tokens of a window at most, for which the cache has blocks."""
         assert isinstance(loaded.runner, ModelRunner), "loaded without asynchronous scheduling"
         self.info = loaded.info
         self.tokenizer = loaded.tokenizer
+        self.max_length = min(max_length, loaded.info.max_model_len)  # with kinds of memory, the cache holds more
+        self._layout = None if loaded.info.memory is None else loaded.info.memory.layout
         self._runner = loaded.runner
         self._num_steps = 0
 
@@ -47,10 +51,11 @@ class WindowScorer:
         Blocks until done. Raises `ConfigError` and `ModelError` as `load_model` does.
         """
         wanted = context_length or DEFAULT_CONTEXT
+        num_blocks = -(-wanted // config.block_size)
         config = replace(
             config,
             max_model_len="auto",  # at most what the blocks hold
-            num_gpu_blocks=-(-wanted // config.block_size),
+            num_gpu_blocks=num_blocks,
             kv_cache_bytes=None,
             num_cpu_blocks=0,
             max_num_seqs=NUM_ROWS,
@@ -65,12 +70,16 @@ class WindowScorer:
         most = loaded.info.max_model_len
         if context_length is not None and context_length > most:
             raise ConfigError(f"context_length = {context_length}: must be at most {most}, the model's maximum")
-        return cls(loaded)
+        return cls(loaded, num_blocks * config.block_size)
 
     @property
     def num_step_tokens(self) -> int:
-        """The most tokens of a step."""
-        return self.info.max_num_batched_tokens
+        """The most tokens of a step; less than those of the engine if blocks of several kinds would not hold them."""
+        most, layout = self.info.max_num_batched_tokens, self._layout
+        if layout is None:
+            return most
+        chunks = range(min(most, self.max_length), 1, -1)
+        return next((each for each in chunks if layout.slabs_of_one(self.max_length, each) <= layout.num_slabs), 1)
 
     def logits(self, window: TextWindow, num_step_tokens: int) -> Iterator[tuple[Ints, Floats]]:
         """Yields the scored tokens of a window by piece: their ids [n], and the logits [n, V] that predict them.
@@ -111,4 +120,20 @@ class WindowScorer:
             table_places=places,
             table_blocks=places.astype(np.int32),
             started=(started,) if is_first else (),
+            more_tables=_more_tables(self._layout, places, self.num_step_tokens) if self._layout and is_first else (),
         )
+
+
+def _more_tables(layout: KVLayout, places: Indices, chunk: int) -> tuple[TableEntries, ...]:
+    """The blocks of the kinds after the first, in the slabs after its own, for a window in blocks at `places`.
+
+    A kind whose queries see few blocks has as many, and uses them in turns.
+    """
+    made, length = [], len(places) * layout.block_size
+    slab = -(-len(places) // layout.blocks_per_slab[0])
+    for kind in range(1, len(layout.kinds)):
+        count, size = layout.most_blocks(kind, length, chunk), layout.blocks_per_slab[kind]
+        blocks = (slab * size + places % count).astype(np.int32)
+        made.append(TableEntries(kind, np.zeros(len(places), np.intp), places, blocks))
+        slab += -(-count // size)
+    return tuple(made)

@@ -1,12 +1,15 @@
 """Perplexity of a text against transformers, windows, and two models compared."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from millrace.model.decoder.decoder import Decoder
+from millrace.model.decoder.native_decoder import NativeDecoder
 from millrace.model.demo import WEIGHTS
 from millrace.model.errors import ModelError
 from millrace.model.text.tokenizer import Tokenizer
@@ -15,7 +18,9 @@ from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.evaluation.perplexity import divergences, evaluate, negative_log_likelihoods
 from millrace.stages.evaluation.window_scorer import WindowScorer
-from millrace.stages.evaluation.windows import TokenizedText
+from millrace.stages.evaluation.windows import TextWindow, TokenizedText
+from tests.families.checkpoint import make_model, write
+from tests.families.zoo import chosen
 
 TEXT = "Once upon a time there was a girl named Lily. She had a red ball, and Tom wanted it too.\n" * 4
 FLOAT32 = EngineConfig(dtype="float32", device="cpu", threads=1)
@@ -24,6 +29,13 @@ FLOAT32 = EngineConfig(dtype="float32", device="cpu", threads=1)
 @pytest.fixture(scope="module")
 def scorer() -> WindowScorer:
     return WindowScorer.load(FLOAT32, LiveEnv(0))
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """Gemma 3 of four layers, of which two see 16 tokens."""
+    row = next(row for row in chosen(["gemma3"]) if row.name == "gemma3")
+    return write(row, make_model(row), tmp_path_factory.mktemp("windowed"))
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +81,23 @@ def test_torch_finds_the_perplexity_of_the_native_library(scorer, text):
     result = evaluate(scorer, text, 600, 599, by_torch)
     assert result.model.perplexity == pytest.approx(result.reference.perplexity, rel=1e-5)
     assert result.against.mean_kl < 1e-7 and result.against.top1_agreement == 1.0
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_windows_that_free_memory_change_no_logits_of_a_text(backend, windowed, monkeypatch):
+    sizes = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 64}
+    config = replace(FLOAT32, model=str(windowed), attention_backend=backend, **sizes)
+    freeing = WindowScorer.load(config, LiveEnv(0), 97)
+    assert freeing.info.memory.layout is not None and freeing.max_length == 100 < freeing.info.max_model_len
+    for decoder in (NativeDecoder, Decoder):
+        monkeypatch.setattr(decoder, "runs_kinds", False)
+    whole = WindowScorer.load(config, LiveEnv(0), 97)
+    for begin in (8, 29):  # two windows, one after the other, in the same blocks
+        window, pieces = TextWindow(np.arange(begin, begin + 97, dtype=np.int32), 96), 0
+        for (_, found), (_, expected) in zip(freeing.logits(window, 16), whole.logits(window, 16), strict=True):
+            assert np.array_equal(found, expected)
+            pieces += 1
+        assert pieces == 6  # nothing follows the last token, which is alone in its step
 
 
 def test_a_comparison_is_kl_and_agreement_of_the_two_models(scorer, text):

@@ -4,6 +4,9 @@ Owns: every KV block on the device and on the host, each slot's block tables, an
 In: `StepPlan` from schedule; `Rates` from execute.
 Out: `StepGrant` to execute; `PlanReport` to schedule.
 Imports: the root of `stages`, `runtime`, the layout of kinds in `kernels/layout`.
-Start with: `stage.py`, then `allocator.py`, `slot_blocks.py` and `block_pool.py`; `preemption.py` picks victims, and
-`slab_pool.py` lends memory to kinds of layers.
+Start with: `stage.py`, then `allocator.py`, `slot_blocks.py` and `block_pool.py`; `preemption.py` picks victims.
+
+Of a model whose layers have windows, `KVLayout` in `kernels/layout/kv_layout.py` says what a kind and a slab are. Here
+`slab_pool.py` lends slabs to kinds, `block_tables.py` retires what a window leaves behind, and `kind_index.py` has what
+the prefix cache knows of the kinds after the first. The tests' `kinds_walk.py` lists what must hold.
 """

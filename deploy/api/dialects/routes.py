@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ....stages.exit.outboxes import RequestOutbox
     from ..schema.operation import Operation
 
-ErrorBody = Callable[[ApiError], Mapping[str, Any]]
 DIALECTS = "token_ids (vLLM), inputs (TGI), or text or input_ids (SGLang)"
 
 

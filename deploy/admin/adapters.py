@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from ...stages.adapters.registry import AdapterEntry, name_problem
-from ...stages.errors import RequestError
+from ...stages.errors import ErrorText, Refused, RequestError, field_text
 from ..api.schema.body import Body
 from ..api.schema.validation import read_body
 from ..api.service import Service
@@ -18,6 +18,10 @@ from ..http.body_reader import read
 from ..http.responses import answer
 
 MAX_TIMEOUT_S = 3_600.0  # that a removal waits for requests
+# the engine's names of fields -> those of each route, for error texts
+LOADED = {"model": "lora_path"}
+ADDED = {"model": "path", "lora_path": "path", "lora_name": "name", "load_inplace": "replace"}
+PINNED = {"model": "name"}
 
 
 class LoadAdapterBody(Body):
@@ -68,14 +72,14 @@ class AdapterAdminRoutes:
         """
         self.service.require_adapters()
         body = await read(request, self.service.config, self._threads, self._load_body)
-        await self._load(body.lora_name, body.lora_path, "lora_name", "load_inplace" if not body.load_inplace else "")
+        await self._load(body.lora_name, body.lora_path, body.load_inplace, LOADED)
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def add(self, request: web.Request) -> web.Response:
         """`POST /admin/adapters`: as `load`, and answers what `GET` tells of the adapter."""
         adapters = self.service.require_adapters()
         body = await read(request, self.service.config, self._threads, self._add_body)
-        await self._load(body.name, body.path, "name", "replace" if not body.replace else "")
+        await self._load(body.name, body.path, body.replace, ADDED)
         return answer(self._state(adapters.require(body.name), self._places()))
 
     async def remove(self, request: web.Request) -> web.Response:
@@ -101,7 +105,7 @@ class AdapterAdminRoutes:
             await engine.pin_adapter(name, on_device=where == "device")
             return answer(self._state(adapters.require(name), self._places()))
         except RequestError as error:
-            raise _known(error) from error
+            raise _known(error, PINNED) from error
 
     async def unpin(self, request: web.Request) -> web.Response:
         """`POST /admin/adapters/{name}/unpin`: the adapter may be evicted, and lose its slot, from now on."""
@@ -110,20 +114,20 @@ class AdapterAdminRoutes:
             engine.unpin_adapter(name)
             return answer(self._state(adapters.require(name), self._places()))
         except RequestError as error:
-            raise _known(error) from error
+            raise _known(error, PINNED) from error
 
-    async def _load(self, name: str, path: str, field: str, replaces: str) -> None:
-        """Loads an adapter. `field` names the name in messages; `replaces` the one that would allow a name in use."""
+    async def _load(self, name: str, path: str, replaces: bool, names: Mapping[str, str]) -> None:
+        """Loads an adapter. Errors have the route's `names` of fields."""
         adapters, engine = self.service.require_adapters(), self.service.require_engine()
-        if name in self.service.model_names:
-            raise ApiError("invalid_value", f"{field} = {name[:64]!r}: is the model's own name", param=field)
-        if replaces and name in adapters:
-            message = f"{field} = {name[:64]!r}: is in use; set {replaces} to replace it"
-            raise ApiError("invalid_value", message, param=field)
         try:
+            if name in self.service.model_names:
+                raise Refused(field_text("lora_name", "is the model's own name", repr(name[:64])))
+            if not replaces and name in adapters:
+                problem = ErrorText(("is in use; set ", "load_inplace", " to replace it"))
+                raise Refused(field_text("lora_name", problem, repr(name[:64])))
             await engine.load_adapter(name, adapters.path_of(path, name))
         except RequestError as error:
-            raise _known(error) from error
+            raise _known(error, names) from error
 
     async def unload(self, request: web.Request) -> web.Response:
         """`POST /v1/unload_lora_adapter`: the name is gone at once; requests in progress end as they would."""
@@ -183,11 +187,11 @@ def _name(request: web.Request) -> str:
     return request.match_info["name"]
 
 
-def _known(error: RequestError) -> ApiError:
-    """The error for the client."""
+def _known(error: RequestError, names: Mapping[str, str]) -> ApiError:
+    """The error for the client, with its names of fields."""
     found = describe(error)
     assert found is not None
-    return found
+    return found.named(lambda name: names.get(name, name))
 
 
 def _timeout(text: str | None) -> float:

@@ -84,7 +84,7 @@ class ResponsesSession(SocketSession):
             except ConnectionError:
                 return  # the client has left
             except Exception as error:
-                await self._send_error(stream_error(error, parsed.id), _of(lane))
+                await self._send_error(stream_error(None, error, parsed.id), _of(lane))
 
 
 def _of(lane: Any) -> dict[str, Any]:

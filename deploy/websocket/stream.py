@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...runtime.env.log import bound
 from ..api.openai.answers import AnswerBuilder
 from ..api.openai.chunks import ChunkIterator
-from ..api.openai.prepared_request import PreparedRequest, client_error, stream_error
+from ..api.openai.prepared_request import PreparedRequest, stream_error
 from ..errors import ApiError, not_serving
 from ..http.request_context import checked_request_id
 from .delivery import ChunkDelivery, Recipient
@@ -167,7 +167,7 @@ class RequestStream:
             except Exception as error:
                 if self._cause == "disconnect":
                     self._cause = "error"
-                known = stream_error(client_error(self._order, error), request_id)
+                known = stream_error(self._order, error, request_id)
                 self._context.metrics.count_rejection(known.code)
                 await self._put_last(b"error", error_members(known))
             finally:

@@ -81,7 +81,7 @@ class MessagesRoutes(ApiRoutes):
                 async for more in parts:
                     yield _framed(_add(built, more, parts))
             except Exception as error:
-                yield _framed([error_body(stream_error(error, answer_id), answer_id.removeprefix(PREFIX))])
+                yield _framed([error_body(stream_error(order.order, error, answer_id), answer_id.removeprefix(PREFIX))])
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """`POST /v1/messages/count_tokens`."""

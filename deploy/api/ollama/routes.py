@@ -119,7 +119,7 @@ class OllamaRoutes(ApiRoutes):
                         yield framed(made)
                 yield framed([lines.last(_closing(body, parts, began_ns))])
             except Exception as error:
-                yield framed([ollama_error(stream_error(error, answer_id))])
+                yield framed([ollama_error(stream_error(order, error, answer_id))])
 
     def _read(self, kind: type[OllamaBody], raw: Mapping[str, Any]) -> PreparedOllama:
         """Validates a body. `ApiError` names the wrong field. May be called in a thread."""

@@ -53,9 +53,12 @@ def client_error(order: PreparedRequest, error: Exception) -> Exception:
     return known if order.name_of is None else known.named(order.name_of)
 
 
-def stream_error(error: Exception, answer_id: str) -> ApiError:
-    """The error that a stream ends with. An unexpected `error` is logged."""
-    known = describe(error)
+def stream_error(order: PreparedRequest | None, error: Exception, answer_id: str) -> ApiError:
+    """The error that a stream ends with, as the client's API has it. An unexpected `error` is logged.
+
+    `order` is None if the error came before there was one.
+    """
+    known = describe(error if order is None else client_error(order, error))
     if known is None:
         log.error("request.failed", error=type(error).__name__, exc_info=error)
     return known or unforeseen(answer_id)

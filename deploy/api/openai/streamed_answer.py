@@ -39,7 +39,7 @@ async def stream_answer(
             except ConnectionError:
                 raise
             except Exception as error:
-                failed = stream_error(error, answer.id)
+                failed = stream_error(order, error, answer.id)
                 write_error = request.get(ERROR_BODY)
                 await stream.send([orjson.dumps(failed.body() if write_error is None else write_error(failed))])
             if answer.HAS_DONE:

@@ -179,7 +179,7 @@ class ResponseService:
                 async for more in parts:
                     yield _add(built, more, parts)
             except Exception as error:
-                yield built.fail(stream_error(error, order.id))
+                yield built.fail(stream_error(order.order, error, order.id))
         self._keep(order, built)
 
     def _begin(self, order: PreparedResponse) -> ResponseEvents:
@@ -225,7 +225,7 @@ class ResponseService:
                         has_begun = True
                     self.store.grow(stored, _framed(_add(built, more, parts)))
         except Exception as error:
-            self.store.grow(stored, _framed(built.fail(stream_error(error, order.id))))
+            self.store.grow(stored, _framed(built.fail(stream_error(order.order, error, order.id))))
         finally:
             stored.is_over = True
             self._publish(stored, built, [])

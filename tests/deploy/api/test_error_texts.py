@@ -17,10 +17,12 @@ import pytest
 
 from millrace.deploy.api.chat.body import ChatBody
 from millrace.deploy.api.completions.body import CompletionBody
+from millrace.deploy.api.openai.prepared_request import PreparedRequest, stream_error
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.errors import ApiError, wrong_field
 from millrace.deploy.server.server import Server
 from millrace.stages.errors import ErrorText, Refused, field_text
+from millrace.stages.params import SamplingParams
 from millrace.stages.testing.scripted.engine import scripted_engine
 
 ROOT = Path(__file__).parents[3]
@@ -116,6 +118,16 @@ def test_only_places_for_names_are_renamed_not_words_that_look_alike(body: ChatB
     text = ErrorText(("prompt holds the word prompt; ", "prompt", " is too long"))
     name = body.client_name("prompt")
     assert str(text.named(body.client_name)) == f"prompt holds the word prompt; {name} is too long"
+
+
+@pytest.mark.parametrize(
+    ("name_of", "named"), [(None, "messages"), ({"messages": "input"}.get, "input")], ids=["chat", "another API"]
+)
+def test_an_error_in_a_stream_has_the_names_of_the_api_too(name_of: Any, named: str) -> None:
+    body = ChatBody.model_validate(CHAT)
+    order = PreparedRequest(body, [], (), SamplingParams(), None, body.echo_options(), name_of=name_of)
+    error = stream_error(order, Refused(field_text("prompt", "is too long")), "id")
+    assert (error.param, error.message) == (named, f"{named}: is too long")
 
 
 def test_an_error_names_the_field_that_its_text_begins_with() -> None:

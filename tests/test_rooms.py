@@ -87,6 +87,8 @@ BELOW = {
     "stages/loading stages/engine",
     "stages/fleet": "stages stages/allocate stages/engine stages/executor stages/exit stages/grammar stages/routing "
     "stages/split",
+    "stages/machines": "stages stages/allocate stages/device stages/engine stages/executor stages/fleet "
+    "stages/recordings stages/routing stages/split",
     "stages/testing/scripted": "stages stages/allocate stages/device stages/grammar stages/schedule stages/sample "
     "stages/backends/cuda stages/engine",
     "stages/testing": "stages/testing/scripted",
@@ -137,6 +139,7 @@ BELOW = {
     "deploy/dashboard/playback": "deploy deploy/metrics deploy/api/schema deploy/websocket deploy/dashboard",
     "deploy/cli": "deploy deploy/settings deploy/http deploy/websocket deploy/dashboard deploy/server "
     "deploy/ray deploy/cli/other_engines deploy/dashboard/playback",
+    "deploy/cli/machines": "deploy deploy/metrics deploy/cli",
 }
 ENTRIES = {"deploy/__main__.py", "stages/__init__.py"}  # they only lead to other rooms: may import any
 ROOMS = {name: set(below.split()) for name, below in BELOW.items()}

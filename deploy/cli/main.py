@@ -20,6 +20,8 @@ from . import standard_streams
 from .argument_parser import ArgumentParser
 
 STARTUP_ERROR_EXIT_CODE = 3  # exit code for a wrong setting or checkpoint; one line on stderr names it
+MODULES = {"engine": "machines.engine", "route": "machines.route"}  # of commands not in a module of their name
+SERVERS = ("serve", "engine", "route")  # they log to the terminal, which no answer needs
 LOGGING = frozenset({"log_format", "log_level"})
 EVALUATION = frozenset(  # settings that may change a model's predictions, or are needed to load it
     {"revision", "download_dir", "offline", "allow_links_outside", "model_impl", "load_format", "dtype", "seed"}
@@ -34,6 +36,11 @@ EVALUATION = frozenset(  # settings that may change a model's predictions, or ar
         "tilings",
     }
     | {"block_size", "kv_cache_dtype", "gpu_memory_utilization"}
+)
+FRONT = frozenset(  # settings of a front: the others are its engines'
+    {"revision", "download_dir", "offline", "allow_links_outside", "tokenizer", "tokenizer_workers", "seed", "stage"}
+    | {"chat_template", "chat_template_content_format", "default_chat_template_kwargs", "routing_policy"}
+    | {"max_admitted_requests", "max_waiting_requests", "max_queue_s", "max_unread_tokens", "max_parked_s"}
 )
 BATCH = frozenset(
     {"api_key", "served_model_name", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"}
@@ -69,7 +76,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         _join_models(options)
         settings = resolve((EngineConfig, ServerConfig), vars(options), os.environ, options.config)
-        if options.command != "serve" and settings["log_level"].source == "default":
+        if options.command not in SERVERS and settings["log_level"].source == "default":
             settings["log_level"] = Setting("warning", "default")  # keep the terminal for the answer
         engine_config, server_config = build(EngineConfig, settings), build(ServerConfig, settings)
         if options.print_config:
@@ -77,7 +84,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             return 0
         options.sources = {name: setting.source for name, setting in settings.items()}
         options.trimmed = [name for name, setting in settings.items() if setting.is_trimmed]
-        run: Run = import_module(f".{options.command.replace('-', '_')}", __package__).run
+        module = MODULES.get(options.command, options.command.replace("-", "_"))
+        run: Run = import_module(f".{module}", __package__).run
         return run(options, engine_config, server_config)
     except ConfigError as error:
         return _print_error(error)
@@ -123,6 +131,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_serve(commands)
+    _add_engine(commands)
+    _add_route(commands)
     _add_complete(commands)
     _add_chat(commands)
     _add_run_batch(commands)
@@ -153,6 +163,39 @@ def _add_serve(commands: Any) -> None:
     _add_common(serve)
     add_flags(serve, (EngineConfig, ServerConfig), omit=frozenset({"model"}))
     serve.takes_vllm_flags = True
+
+
+def _add_engine(commands: Any) -> None:
+    text = "run a model's step loop for fronts on this and other machines"
+    engine = commands.add_parser("engine", usage=_usage("engine [MODEL] --listen HOST:PORT"), help=text)
+    _add_model(engine)
+    fleet = _add_fleet(engine)
+    text = "address for fronts; beyond this machine it needs the key"
+    fleet.add_argument("--listen", required=True, metavar="HOST:PORT", help=text)
+    text = "port for /health and /metrics, on the same host (default: none)"
+    fleet.add_argument("--metrics-port", type=int, metavar="PORT", help=text)
+    _add_common(engine)
+    _add_engine_flags(engine, LOGGING | {"shutdown_timeout_s"})
+
+
+def _add_route(commands: Any) -> None:
+    text = "serve the models of engines elsewhere over HTTP (OpenAI's API)"
+    route = commands.add_parser("route", usage=_usage("route [MODEL] --engine HOST:PORT"), help=text)
+    text = "folder or Hub id of the engines' model, for its text files; none: as the engines name it"
+    route.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
+    route.add_argument("--model", dest="model_flag", metavar="MODEL", default=argparse.SUPPRESS, help="as MODEL")
+    fleet = _add_fleet(route)
+    text = "address of a `millrace engine`; may be repeated"
+    fleet.add_argument("--engine", action="append", required=True, metavar="HOST:PORT", help=text)
+    _add_common(route)
+    _add_engine_flags(route, frozenset(ServerConfig.__dataclass_fields__) - {"mode"}, FRONT)
+
+
+def _add_fleet(command: ArgumentParser) -> Any:
+    fleet = command.add_argument_group("fleet")
+    text = "file of the secret that all engines and fronts of a fleet share, 32 bytes or more"
+    fleet.add_argument("--fleet-key-file", type=Path, metavar="FILE", help=text)
+    return fleet
 
 
 def _add_complete(commands: Any) -> None:

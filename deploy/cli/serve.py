@@ -48,6 +48,15 @@ MakeEngine = Callable[[EngineConfig], "AbstractAsyncContextManager[Engine]"]
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Runs the command. 0 after a stop by signal, even if requests were cut short."""
+    is_elsewhere = engine_config.executor == "ray"
+    mode = choose_mode(server_config.mode, engine_config.data_parallel_size, is_elsewhere=is_elsewhere)
+    return run_with(options, engine_config, server_config, partial(_make_engine, mode))
+
+
+def run_with(
+    options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig, make_engine: MakeEngine
+) -> int:
+    """Runs the server with an engine of `make_engine`."""
     with_messages = server_config.log_error_messages
     configure(server_config.log_format, server_config.log_level, with_error_messages=with_messages)
     for name in options.trimmed:
@@ -57,9 +66,6 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     gc.disable()  # until the server is ready: start-up objects live on, and scanning them takes a tenth of the start
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            is_elsewhere = engine_config.executor == "ray"
-            mode = choose_mode(server_config.mode, engine_config.data_parallel_size, is_elsewhere=is_elsewhere)
-            make_engine = partial(_make_engine, mode)
             return runner.run(serve(engine_config, server_config, make_engine, options.sources))
     finally:
         gc.unfreeze()
@@ -80,7 +86,7 @@ async def serve(
     _check_limits()
     engine_config.check_files()
     server_config.check_folders()
-    stop = _StopSignals(server_config.lame_duck_s + server_config.shutdown_timeout_s + STOP_S)
+    stop = StopSignals(server_config.lame_duck_s + server_config.shutdown_timeout_s + STOP_S)
     with closing(ListeningSockets.open(server_config)) as listening:  # first: what it needs may belong to another
         return await _serve(engine_config, server_config, make_engine, sources or {}, listening, stop, manager)
 
@@ -91,7 +97,7 @@ async def _serve(
     make_engine: MakeEngine,
     sources: Mapping[str, str],
     listening: ListeningSockets,
-    stop: _StopSignals,
+    stop: StopSignals,
     manager: ServiceManager,
 ) -> int:
     started: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
@@ -119,7 +125,7 @@ async def _serve_engine(
     started: asyncio.Future[Server],
     engine_config: EngineConfig,
     make_engine: MakeEngine,
-    stop: _StopSignals,
+    stop: StopSignals,
     manager: ServiceManager,
 ) -> int:
     making = make_engine(engine_config)
@@ -210,7 +216,7 @@ def _check_limits() -> None:
         )
 
 
-class _StopSignals:
+class StopSignals:
     """Handles SIGTERM and SIGINT: the first signal sets `event`, the second ends the process with code 1.
 
     So does the time `limit_s` after the first. It needs no thread, and no loop that runs.

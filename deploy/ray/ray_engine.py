@@ -24,6 +24,7 @@ class RayHosts:
 
     setting = "executor = ray"
     inline = "executor = auto, data_parallel_size = 1 and mode = inline"
+    prefix_key: bytes | None = None
 
     def __init__(self, setup: EngineSetup) -> None:
         check_for_ray(setup.config)
@@ -53,7 +54,7 @@ class RayHosts:
     async def open(self) -> None:
         await self.executor.start()
 
-    async def look(self) -> None:
+    async def look(self, index: int) -> None:
         await self.executor.look()
 
     async def close(self) -> None:

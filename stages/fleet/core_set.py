@@ -29,7 +29,7 @@ class CoreSet:
 
     def serving(self) -> list[EngineCore]:
         """Those that take requests."""
-        return [core for core in self.cores if core.is_serving]
+        return [core for core in self.cores if core.is_serving and not core.is_draining]
 
     def place(self, prompt: TokenRequest) -> bool:
         """Sends a prompt where the others of its request are, or to the process that the router chooses.
@@ -54,7 +54,7 @@ class CoreSet:
 
     def has_room(self, core: EngineCore) -> bool:
         """Whether a process takes a prompt now."""
-        return core.is_serving and len(core.requests) < core.requests.capacity
+        return core.is_serving and not core.is_draining and len(core.requests) < core.requests.capacity
 
     def choose(self, adapter: str) -> EngineCore | None:
         """The process for the next request, with the adapter of this digest; None if none has room."""

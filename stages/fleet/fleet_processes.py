@@ -84,7 +84,7 @@ class FleetProcesses:
             )
             for index, place in enumerate(self.hosts.places())
         ]
-        prefix_key = setup.env.secret("prefix.secret", 16)
+        prefix_key = self.hosts.prefix_key or setup.env.secret("prefix.secret", 16)
         self.router = FleetRouter(setup.config.routing_policy, prefix_key, setup.env.now)
         for core in self.cores:
             core.prefix_key = prefix_key
@@ -167,7 +167,7 @@ class FleetProcesses:
             core.keeper.start(core.client)
 
     async def start_again(self, core: EngineCore, prepare: Callable[[], Awaitable[object]]) -> EngineClient:
-        await self.hosts.look()
+        await self.hosts.look(core.index)
         client = await core.start_again(self.config_of(core), prepare)
         assert self._front is not None
         info = self._front.loaded.info
@@ -298,13 +298,13 @@ class FleetProcesses:
 
 def _state(core: EngineCore) -> str:
     if core.is_serving:
-        return "ready"
+        return "draining" if core.is_draining else "ready"
     return "loading" if core.keeper is None or core.keeper.away is None else core.keeper.away.state
 
 
 def _missing_reason(core: EngineCore) -> str | None:
     """Why a process takes no requests; None if it does."""
     if core.is_serving:
-        return None
+        return "its engine takes no new requests, and stops" if core.is_draining else None
     away = None if core.keeper is None else core.keeper.away
     return "its process has ended" if away is None else away.reason

@@ -24,11 +24,15 @@ class FleetRouter:
         self._policy, self._clock = policy, clock
         self._router: Router | None = None
         self._keys: PrefixCache | None = None
+        self._early: list[tuple[int, KeyChange]] = []  # what came before `open`
 
     def open(self, block_size: int, *, has_prefixes: bool) -> None:
         """The engines are known: the size of their blocks, and whether they have a prefix cache."""
         self._router = Router(POLICIES[self._policy](), block_size)
         self._keys = PrefixCache(block_size, self.prefix_key) if has_prefixes else None
+        early, self._early = self._early, []
+        for core, change in early:
+            self.note_report(core, change)
 
     def routed(self, prompt: TokenRequest) -> RoutedRequest:
         """What the rule asks of a prompt."""
@@ -56,8 +60,9 @@ class FleetRouter:
     def note_report(self, core: int, report: EngineLoad | KeyChange) -> None:
         """A process has reported. Raises ValueError for what is no report."""
         if self._router is None:
-            return
-        if isinstance(report, EngineLoad):
+            if isinstance(report, KeyChange):
+                self._early.append((core, report))
+        elif isinstance(report, EngineLoad):
             self._router.note_load(core, report)
         else:
             self._router.note_keys(core, unpacked(report.added), unpacked(report.removed))
@@ -69,6 +74,7 @@ class FleetRouter:
 
     def drop(self, core: int) -> None:
         """A process is lost; its successor begins anew."""
+        self._early = [(one, change) for one, change in self._early if one != core]
         if self._router is not None:
             self._router.drop(core)
 

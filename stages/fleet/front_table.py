@@ -90,6 +90,12 @@ class FrontTable:
                 split.setdefault(owned.front, {})[owned.number] = value
         return split
 
+    def rows_of(self, front: int, sequence_ids: Iterable[int]) -> tuple[list[int], list[int]]:
+        """The rows whose sequences are of a front, and their numbers there."""
+        owned = [(row, self._owned.get(one)) for row, one in enumerate(sequence_ids)]
+        mine = [(row, one.number) for row, one in owned if one is not None and one.front == front]
+        return [row for row, _ in mine], [number for _, number in mine]
+
     def split(self, step: StepTokens) -> list[tuple[int, StepTokens]]:
         """The step of each front that has a part in it. With one front that is all of it, with other numbers."""
         self._note_started(step)

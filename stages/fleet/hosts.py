@@ -40,11 +40,15 @@ class Hosts(Protocol):
     async def open(self) -> None:
         """Called before the first process starts."""
 
-    async def look(self) -> None:
-        """Called before a successor starts."""
+    async def look(self, index: int) -> None:
+        """Called before a successor of a process starts; may wait until it can."""
 
     async def close(self) -> None:
         """Called after the last process has ended. Idempotent."""
+
+    @property
+    def prefix_key(self) -> bytes | None:
+        """What the processes name their blocks by, if they have it already; None: they get one."""
 
 
 MakeHosts = Callable[[EngineSetup], Hosts]
@@ -52,6 +56,8 @@ MakeHosts = Callable[[EngineSetup], Hosts]
 
 class HereHosts:
     """See `Hosts`."""
+
+    prefix_key: bytes | None = None
 
     def __init__(self, setup: EngineSetup) -> None:
         check(setup.config)
@@ -90,7 +96,7 @@ class HereHosts:
     async def open(self) -> None:
         """Does nothing."""
 
-    async def look(self) -> None:
+    async def look(self, index: int) -> None:
         """Does nothing."""
 
     async def close(self) -> None:

@@ -78,7 +78,11 @@ class CoreExit(Exit[CoreOutbox]):
         pooled = getattr(item, "pooled", None)
         pooled = pooled.values() if isinstance(pooled, Mapping) else ()
         ids = [*getattr(item, "sequence_ids", ()), *(one.sequence_id for one in pooled)]
-        found = (self._request_ids.get(int(sequence_id)) for sequence_id in ids)
+        return self.of_sequences(ids)
+
+    def of_sequences(self, sequence_ids: Iterable[Any]) -> tuple[str, ...]:
+        """The ids of the live requests of these sequences."""
+        found = (self._request_ids.get(int(sequence_id)) for sequence_id in sequence_ids)
         return tuple(dict.fromkeys(request_id for request_id in found if request_id is not None))
 
     def number_of(self, request_id: str) -> int | None:

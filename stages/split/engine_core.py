@@ -93,6 +93,7 @@ class EngineCore:
         self.client: EngineClient | None = None
         self.keeper: ProcessKeeper | None = None
         self.info: ModelInfo | None = None  # of the present process
+        self.is_draining = False  # it takes no new requests, by its own word
         self.report: CoreReport | None = None  # the last one
         self.last_granted = -1  # step, by the last report
         self.adapters = RemoteAdapters(lambda: self.client)
@@ -124,6 +125,7 @@ class EngineCore:
             self.files = [shared_file(ring_bytes()) for _ in range(NUM_RINGS)]
         env = self._owner.env
         began_s = env.now()
+        self.is_draining = False
         client = self.client = EngineClient(
             self.requests,
             self.tokens,

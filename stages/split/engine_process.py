@@ -193,13 +193,7 @@ class EngineProcess:
 
     @staticmethod
     def _digests(setup: Setup) -> dict[str, str]:
-        from ..loading.early import resolve  # imported while the model is loaded
-
-        # loaded before, so the Hub need not be asked; by other addresses files are pinned again, to find their folder
-        config = setup.config
-        has_address = config.model is not None and "://" in config.model and not config.model.startswith("hf://")
-        root = resolve(config if has_address else replace(config, offline=True))
-        return file_digests(root, with_times=not setup.is_elsewhere)
+        return digests_of(setup.config, with_times=not setup.is_elsewhere)
 
     async def _start_stages(self, setup: Setup, loaded: Any, device: Device) -> None:
         if not loaded.info.num_blocks:
@@ -378,6 +372,16 @@ class EngineProcess:
             await self._recorder.aclose()
         await self._env.aclose()
         self._link.close()
+
+
+def digests_of(config: EngineConfig, *, with_times: bool) -> dict[str, str]:
+    """The digests of the files of a model that was loaded. Runs in a thread."""
+    from ..loading.early import resolve  # imported while the model is loaded
+
+    # loaded before, so the Hub need not be asked; by other addresses files are pinned again, to find their folder
+    has_address = config.model is not None and "://" in config.model and not config.model.startswith("hf://")
+    root = resolve(config if has_address else replace(config, offline=True))
+    return file_digests(root, with_times=with_times)
 
 
 def load(config: EngineConfig, env: Env, phases: Phases) -> tuple[Any, Device]:

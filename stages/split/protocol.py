@@ -3,8 +3,8 @@
     Setup, RequestsEnded, ControlCauses, StatusQuery,
     ReadAdapter, DropAdapter, Stop                             front  -> engine
     EngineReady, ModelLoading, NotStarted, RequestFailed,
-    ServiceTimes, Admitted, Crashed, Broken, StatusReply, CoreReport,
-    EngineLoad, KeyChange                                                    engine -> front
+    ServiceTimes, Admitted, Crashed, Broken, Draining, StatusReply,
+    CoreReport, EngineLoad, KeyChange                                                    engine -> front
 
 Plain data. The items are `TokenRequest` and `StepTokens`, from `stages/messages.py`. `CODEC` lists all types sent.
 """
@@ -71,6 +71,7 @@ class EngineReady:
     info: ModelInfo
     seconds: Mapping[str, float]  # that each phase of the start took
     files: Mapping[str, str]  # digests of the model's files that were loaded, by name
+    config: EngineConfig | None = None  # of an engine that has its own settings, whatever the front has
 
 
 @message
@@ -91,6 +92,11 @@ class NotStarted:
 @message
 class Stop:
     """Frees everything and ends the process."""
+
+
+@message
+class Draining:
+    """The engine takes no new requests, and ends once those that it has are over."""
 
 
 @message
@@ -245,7 +251,7 @@ CODEC = Codec(
     [
         *(TokenRequest, AdapterRef, StepTokens, Started, TopLogprobs, Pooled, Begun, PromptLogprobs, PromptProgress),
         *(SamplingParams, CandidateParams, PoolingParams, StructuredOutputs, ThinkingSection, ThinkingBudget),
-        *(Setup, EngineReady, ModelLoading, LoadState, NotStarted, Stop, Broken, Crashed, EngineConfig),
+        *(Setup, EngineReady, ModelLoading, LoadState, NotStarted, Stop, Broken, Draining, Crashed, EngineConfig),
         *(ModelInfo, WeightUse, Rates, MemoryTable, MemoryUse, MachineMemory, PoolingConfig, CaptureReport, GraphBatch),
         *(RequestsEnded, ControlCauses, RequestFailed, ServiceTimes, Admitted, StatusQuery, StatusReply, Fault),
         *(ReadAdapter, AdapterCard, DropAdapter, EngineLoad, StepTimeCosts, KeyChange),

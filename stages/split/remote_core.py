@@ -50,6 +50,7 @@ from .protocol import (
     Broken,
     ControlCauses,
     Crashed,
+    Draining,
     ModelLoading,
     RequestFailed,
     RequestsEnded,
@@ -282,13 +283,20 @@ class RemoteCore:
             if core.index == 0:
                 self._setup.load_progress.follow(word.state)
             return
+        if isinstance(word, Draining):
+            core.is_draining = True
+            log.info("engine_process.draining", engine=core.index)
+        if isinstance(word, KeyChange):  # also before the start: an engine of several fronts has cached blocks then
+            self.processes.note_router_report(core, word)
         if (front := self.front) is None:
             return  # not started yet, or stopped
         match word:
+            case Draining() | KeyChange():
+                pass
             case CoreReport():
                 core.note_report(word)
                 self.processes.note_report(core)
-            case EngineLoad() | KeyChange():
+            case EngineLoad():
                 self.processes.note_router_report(core, word)
             case ServiceTimes():
                 for request_id, service_us in word.times_us.items():

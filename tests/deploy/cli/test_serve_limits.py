@@ -24,9 +24,9 @@ from millrace.stages.testing.scripted.engine import scripted_engine
 
 ENDLESS = """
 import asyncio, os, signal, time
-from millrace.deploy.cli.serve import _StopSignals
+from millrace.deploy.cli.serve import StopSignals
 async def main():
-    stop = _StopSignals(0.2)
+    stop = StopSignals(0.2)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.sleep(0.1)
     {hang}

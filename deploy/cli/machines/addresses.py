@@ -1,0 +1,36 @@
+"""The address of an engine, and the key of a fleet, as flags name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ....runtime.processes.auth import FleetKey
+from ....stages.errors import ConfigError
+
+PREFIX_KEY_BYTES = 16
+
+
+def parse_address(flag: str, text: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, [IPV6]:PORT or :PORT. Raises `ConfigError`."""
+    host, colon, port = text.rpartition(":")
+    is_bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not colon or not port.isdecimal() or not 0 <= int(port) < 1 << 16 or is_bare:
+        raise ConfigError(f"{flag} {text}: must be HOST:PORT, such as 10.0.0.5:7000 or [fd00::5]:7000")
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
+def read_key(path: Path | None) -> FleetKey | None:
+    """The key in a file; None without one. Raises `ConfigError`."""
+    if path is None:
+        return None
+    try:
+        return FleetKey.read(path)
+    except ValueError as error:
+        raise ConfigError(f"--fleet-key-file {error}") from None
+    except OSError as error:
+        raise ConfigError(f"--fleet-key-file {path}: {error.strerror or error}") from None
+
+
+def prefix_key(key: FleetKey | None) -> bytes | None:
+    """What all engines of a fleet name their blocks by; None without a key."""
+    return None if key is None else key.derive("prefix")[:PREFIX_KEY_BYTES]

@@ -1,0 +1,154 @@
+"""`millrace engine`: runs a model's step loop for fronts on this and other machines, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ....runtime.env.env import LiveEnv
+from ....runtime.env.log import configure, get_logger
+from ....runtime.env.loops import loop_factory
+from ....runtime.env.service_manager import ServiceManager
+from ....runtime.processes.auth import FleetKey
+from ....runtime.processes.tcp import TcpListener
+from ....stages.config import EngineConfig
+from ....stages.engine.warm_up import warm_up
+from ....stages.errors import ConfigError
+from ....stages.machines.engine_server import EngineServer
+from ....stages.machines.route_engine import warm_up_own
+from ...config import ServerConfig
+from .. import standard_streams
+from ..serve import STOP_S, StopSignals
+from .addresses import parse_address, prefix_key, read_key
+from .engine_pages import EnginePages
+
+log = get_logger("millrace.deploy")
+
+
+def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Runs the command. 0 after a stop by signal, even if requests were cut short; 1 if the step loop died."""
+    configure(server_config.log_format, server_config.log_level)
+    address, key = parse_address("--listen", options.listen), read_key(options.fleet_key_file)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        code, is_device_lost = runner.run(_live(engine_config, server_config, address, key, options.metrics_port))
+    if is_device_lost:
+        os._exit(code)  # at once: the driver's own end may wait for the device
+    return code
+
+
+async def _live(
+    config: EngineConfig,
+    server_config: ServerConfig,
+    address: tuple[str, int],
+    key: FleetKey | None,
+    metrics_port: int | None,
+) -> tuple[int, bool]:
+    manager = ServiceManager.take(os.environ)
+    env = LiveEnv(config.seed)
+    engine = EngineServer(config, env, prefix_key=prefix_key(key))
+    listener = _listener(address, key, engine)
+    config.check_files()
+    await _check_free(listener)
+    stop = StopSignals(server_config.shutdown_timeout_s + STOP_S)
+    main = asyncio.current_task()
+    assert main is not None
+    stop.on_early = main.cancel
+    try:
+        async with _pages(engine, address[0], metrics_port) as pages:
+            await engine.start()
+            await warm_up_own(engine, warm_up)
+            gc.collect()
+            gc.freeze()
+            await listener.start()
+            stop.on_early = None
+            _print_ready(listener, pages)
+            manager.ready(f"listening on {_text(listener.address)}")
+            code = await _run(engine, listener, stop, server_config.shutdown_timeout_s, manager)
+    except asyncio.CancelledError:
+        if not stop.event.is_set():
+            raise
+        main.uncancel()
+        code = 0  # stopped before there was anything to drain
+    finally:
+        await listener.aclose()
+        await engine.aclose()
+        await env.aclose()
+        stop.close()
+    return code, engine.is_device_lost
+
+
+async def _run(
+    engine: EngineServer, listener: TcpListener, stop: StopSignals, timeout_s: float, manager: ServiceManager
+) -> int:
+    """Serves until a signal, and then drains; or until the step loop is dead."""
+    ends = [asyncio.ensure_future(stop.event.wait()), asyncio.ensure_future(engine.ended.wait())]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in ends:
+            task.cancel()
+        await asyncio.wait(ends)
+    if engine.ended.is_set():
+        log.error("engine.dead", reason=engine.reason)
+        return 1
+    manager.stopping()
+    await listener.aclose()
+    is_clean = await engine.drain(timeout_s)
+    log.info("engine.stopped", is_clean=is_clean)
+    return 0
+
+
+def _listener(address: tuple[str, int], key: FleetKey | None, engine: EngineServer) -> TcpListener:
+    try:
+        return TcpListener(*address, key, engine.take)
+    except ValueError as error:
+        raise ConfigError(f"--listen {_text(address)}: {error}; make one and set --fleet-key-file") from None
+
+
+async def _check_free(listener: TcpListener) -> None:
+    """Raises `ConfigError` if the address cannot be used: before the model is loaded, which may take minutes.
+
+    Until it is loaded nothing listens, so that fronts see an engine that is away, and try again.
+    """
+    try:
+        if listener.address[1]:
+            await listener.start()
+            await listener.aclose()
+    except OSError as error:
+        raise ConfigError(f"--listen {_text(listener.address)}: {error.strerror or error}") from None
+
+
+@asynccontextmanager
+async def _pages(engine: EngineServer, host: str, port: int | None) -> AsyncIterator[EnginePages | None]:
+    if port is None:
+        yield None
+        return
+    pages = EnginePages(engine, host, port)
+    try:
+        await pages.start()
+        yield pages
+    except OSError as error:
+        if pages.is_open:
+            raise
+        raise ConfigError(f"--metrics-port {port}: {error.strerror or error}") from None
+    finally:
+        await pages.aclose()
+
+
+def _print_ready(listener: TcpListener, pages: EnginePages | None) -> None:
+    """Prints the ready line, JSON for a parent process."""
+    line = {"event": "ready", "listen": _text(listener.address), "pid": os.getpid()}
+    if pages is not None:
+        line["metrics"] = pages.url
+    if (error := standard_streams.print_line(json.dumps(line, separators=(",", ":")))) is not None:
+        log.warning("ready_line.not_printed", reason=error.strerror)
+
+
+def _text(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

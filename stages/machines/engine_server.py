@@ -1,0 +1,420 @@
+"""`EngineServer`: an engine whose step loop serves several fronts, each over a link of its own.
+
+Fronts come and go, and the engine stays: the end of a front's link cancels its requests, and no other front waits for
+one that does not read. All code here runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from ...runtime.env.env import Env
+from ...runtime.env.log import get_logger
+from ...runtime.health.flight_recorder import stack_of, task_stacks, thread_stacks
+from ...runtime.pipeline import Pipeline
+from ...runtime.processes.transport import Transport
+from ...runtime.processes.type_fields import VersionError
+from ...runtime.processes.wire import WireError
+from ...runtime.startup.load_progress import LoadProgress
+from ...runtime.startup.phases import Phases
+from ...runtime.trace.tracer import Tracer
+from ..allocate.prefix_tree import read_prefix_tree
+from ..config import EngineConfig, not_for_encoders
+from ..device.device import Device
+from ..engine.core import check_num_engines, refuse_ray
+from ..engine.engine_status import CoreReport
+from ..engine.read_status import read_core
+from ..engine.wiring import CoreStages
+from ..errors import ConfigError, Failed
+from ..fleet.front_table import FrontTable, front_of, to_front
+from ..messages import Started, StepTokens, TokenRequest
+from ..outputs import ModelInfo
+from ..pipeline import build_core_pipeline
+from ..recordings.writer import RecordingWriter
+from ..routing.engine_load import EngineLoad
+from ..routing.reports import KeyChange, RouterReports, packed, unpacked
+from ..split.compiled_grammars import CompiledGrammars
+from ..split.core_exit import CoreExit
+from ..split.engine_process import Load, digests_of, load
+from ..split.protocol import (
+    Admitted,
+    Broken,
+    ControlCauses,
+    Crashed,
+    Draining,
+    EngineReady,
+    NotStarted,
+    RequestFailed,
+    ServiceTimes,
+    Setup,
+    StatusQuery,
+    StatusReply,
+)
+from .front_channels import FanOut, FrontRequests
+from .front_link import FrontLink
+
+MAX_FRONTS = 64
+LINK_TIMEOUT_S = 10.0  # without a sign of life of the other end; a front has the same
+KEYS_AT_ONCE = 4096  # of a message with the keys that are held already
+
+State = Literal["loading", "ready", "draining", "dead", "stopped"]
+
+log = get_logger("millrace.stages")
+
+
+class EngineServer:
+    """Loads the model once, and serves the fronts that `take` gets. Call `start`, in the end `aclose`.
+
+    `prefix_key` names blocks, the same for all engines that a front routes between; None: no front knows what is
+    cached. `ended` is set when the step loop is dead.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        env: Env,
+        load: Load = load,
+        *,
+        prefix_key: bytes | None = None,
+        link_timeout_s: float | None = LINK_TIMEOUT_S,
+    ) -> None:
+        check(config)
+        self.config, self._env, self._load = config, env, load
+        self._prefix_key, self._link_timeout_s = prefix_key, link_timeout_s
+        self.state: State = "loading"
+        self.reason = "the model is loading"
+        self.ended = asyncio.Event()
+        self.phases = Phases(env.now)
+        self.fronts: dict[int, FrontLink] = {}  # all links, also of fronts that have not said what they are
+        self.num_fronts_gone = 0
+        self.requests = FrontRequests(env.now)
+        self.table = FrontTable(config.max_num_seqs)
+        self._tokens = FanOut(self.table, self._send, env.now)
+        self._exit = CoreExit(self._tell)
+        self._numbers = itertools.count()
+        self._files: Mapping[str, str] = {}
+        self._keys: set[bytes] = set()  # that were told
+        self._last_moved: tuple[object, ...] = ()
+        self._info: ModelInfo | None = None
+        self._core: CoreStages | None = None
+        self._pipeline: Pipeline | None = None
+        self._recorder: RecordingWriter | None = None
+        self._reports: RouterReports | None = None
+        self._grammars: CompiledGrammars | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        """Facts about the model. Only after `start`."""
+        assert self._info is not None
+        return self._info
+
+    @property
+    def load_progress(self) -> LoadProgress:
+        """How far loading the model is."""
+        return self.phases.progress
+
+    @property
+    def num_live(self) -> int:
+        """Requests of all fronts that have not ended."""
+        return len(self._exit.live)
+
+    @property
+    def num_fronts(self) -> int:
+        """Fronts that are connected."""
+        return len(self._welcome_fronts())
+
+    def report_or_none(self) -> CoreReport | None:
+        """The state of the step loop; None before it has started."""
+        return None if self._info is None else self.report()
+
+    @property
+    def is_device_lost(self) -> bool:
+        """Whether the process should end at once, as its device is lost."""
+        guard = None if self._core is None else self._core.execute.device.guard
+        return guard is not None and guard.lost is not None
+
+    # -- start
+
+    async def start(self) -> None:
+        """Loads the model and starts the stages. Raises what prevents that."""
+        loaded, device, self._files = await self._env.run_in_thread(self._load_files)
+        if not loaded.info.num_blocks:
+            raise not_for_encoders(self.config)
+        with self.phases("pipeline"):
+            await self._start_stages(loaded, device)
+        if loaded.info.attention_backend == "native":
+            self._env.yield_to("device", loaded.own_cpu)
+            self._env.yield_this_thread()
+        gc.collect()
+        self._info = loaded.info
+        self.state, self.reason = "ready", ""
+
+    def _load_files(self) -> tuple[Any, Device, Mapping[str, str]]:
+        loaded, device = self._load(self.config, self._env, self.phases)
+        return loaded, device, digests_of(self.config, with_times=False)
+
+    async def _start_stages(self, loaded: Any, device: Device) -> None:
+        key = self._env.secret("prefix.secret", 16) if self._prefix_key is None else self._prefix_key
+        core = self._core = CoreStages(self.config, loaded, device, key)
+        self._reports = RouterReports(core.schedule.scheduler, core.allocate.allocator)
+        core.schedule.on_start.append(self._admitted)
+        self._grammars = CompiledGrammars(loaded.grammars, self._env)
+        pipeline = self._pipeline = build_core_pipeline(
+            core.schedule, core.allocate, core.execute, core.sample, steps_in_flight=self.config.steps_in_flight
+        )
+        pipeline.exit = self._exit
+        self._exit.on_end.append(self._grammars.request_ended)
+        pipeline.use(self._env, Tracer(self._env))
+        pipeline.give_channel("schedule.in", self.requests)
+        pipeline.give_channel("sample.out", self._tokens)
+        pipeline.on_crash.append(self._crashed)
+        pipeline.on_dead.append(self._dead)
+        device.on_gone.append(partial(pipeline.fail, "execute"))
+        if self.config.record is not None:
+            self._recorder = core.record(Path(self.config.record), self.config, self._env)
+        await pipeline.start()
+        assert pipeline.watch is not None
+        pipeline.watch.on_tick.append(self._tick)
+
+    # -- fronts
+
+    def take(self, transport: Transport) -> None:
+        """A front has connected. Its link is closed at once if there are too many, or the engine takes none."""
+        if self.state != "ready" or len(self.fronts) >= MAX_FRONTS:
+            reason = f"there are {MAX_FRONTS} already" if self.state == "ready" else f"the engine is {self.state}"
+            log.warning("engine.front_refused", reason=reason)
+            return transport.close()
+        front = FrontLink(next(self._numbers), transport, self, self._env.now, self._link_timeout_s)
+        self.fronts[front.number] = front
+        front.start()
+
+    def welcome(self, front: FrontLink, setup: Setup) -> None:
+        """See `FrontOwner`. It gets what the engine is, what is cached, and what it does."""
+        assert self._core is not None and self._info is not None
+        if setup.files is not None and dict(setup.files) != dict(self._files):
+            what = ", ".join(sorted(_differing(setup.files, self._files)))
+            reason = f"this engine has other files of the model than the front knows: {what}; load the same ones in all"
+            front.post(NotStarted("ConfigError", reason))
+            return front.flush()
+        self.table.add(front.number)
+        front.is_welcome = True
+        front.wants_keys = setup.prefix_key is not None and setup.prefix_key == self._prefix_key
+        front.first_step = setup.first_step - 1 - self._core.schedule.scheduler.last_granted
+        if not front.post(EngineReady(self._info, dict(self.phases.seconds), self._files, self.config)):
+            front.post(NotStarted("VersionError", "the engine is of another version; update it or the front"))
+            return front.flush()
+        log.info("engine.front_came", front=front.number, num_fronts=len(self.fronts))
+        self._report_to_routers()
+        if front.wants_keys:
+            held = sorted(self._keys)
+            for first in range(0, len(held), KEYS_AT_ONCE):
+                front.post(KeyChange(packed(held[first : first + KEYS_AT_ONCE]), packed([])))
+        front.report(self.report())
+
+    def arrived(self, front: FrontLink, request: TokenRequest) -> None:
+        """See `FrontOwner`."""
+        assert self._pipeline is not None and self._pipeline.watch is not None
+        assert self._reports is not None and self._grammars is not None
+        self._exit.take(request)
+        self._reports.num_seen += 1
+        self._pipeline.watch.wake()
+        if request.params.structured_outputs is not None:
+            self._grammars.request_came(request.request_id, request.params.structured_outputs)
+
+    def note_causes(self, causes: ControlCauses) -> None:
+        """See `FrontOwner`."""
+        assert self._pipeline is not None
+        for sequence_id, cause in causes.causes.items():
+            self._pipeline.lane.post(sequence_id, cause)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """See `FrontOwner`."""
+        self._exit.forget(request_ids)
+
+    def refused(self, front: FrontLink, step: StepTokens, error: WireError) -> None:
+        """See `FrontOwner`. Fails the requests of the step."""
+        code = "engine_version" if isinstance(error, VersionError) else "internal_error"
+        failed = Failed(f"its tokens cannot be sent to the server's first process: {error}", code=code)
+        ours = self.table.causes(front.number, dict.fromkeys(step.sequence_ids.tolist(), ""))
+        for request_id in self._exit.of_sequences(ours):
+            self._exit.fail(request_id, failed)
+
+    def lost(self, front: FrontLink, reason: str) -> None:
+        """See `FrontOwner`. Cancels its requests."""
+        del self.fronts[front.number]
+        if not front.is_welcome:
+            return
+        self.num_fronts_gone += 1
+        request_ids, sequences = self.table.drop(front.number)
+        if self._pipeline is not None:
+            for sequence_id in sequences:
+                self._pipeline.lane.post(sequence_id, "cancel")
+        self._exit.forget(request_ids)
+        log.info("engine.front_gone", front=front.number, reason=reason, num_cancelled=len(request_ids))
+
+    def _welcome_fronts(self) -> list[FrontLink]:
+        return [front for front in self.fronts.values() if front.is_welcome]
+
+    # -- to the fronts
+
+    def _send(self, number: int, step: StepTokens) -> None:
+        if (front := self.fronts.get(number)) is not None:
+            front.send(step)
+
+    def _tell(self, word: RequestFailed | ServiceTimes) -> None:
+        """Sends what concerns requests to their fronts."""
+        if isinstance(word, RequestFailed):
+            front = self.fronts.get(front_of(word.request_id))
+            if front is not None:
+                front.post(replace(word, request_id=to_front(word.request_id)))
+            return
+        parts: dict[int, dict[str, int]] = {}
+        for request_id, service_us in word.times_us.items():
+            parts.setdefault(front_of(request_id), {})[to_front(request_id)] = service_us
+        for number, times_us in parts.items():
+            if number in self.fronts:
+                self.fronts[number].post(ServiceTimes(word.stage, times_us))
+
+    def _admitted(self, started: Sequence[Started]) -> None:
+        """Reports it before their first step is submitted: a front must know what ended this engine."""
+        parts = self.table.by_front(dict.fromkeys((one.sequence_id for one in started), None))
+        for number, numbers in parts.items():
+            if (front := self.fronts.get(number)) is not None:
+                front.post(Admitted(list(numbers)))
+                front.flush()
+
+    def _crashed(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
+        parts: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            parts.setdefault(front_of(request_id), []).append(to_front(request_id))
+        for front in self._welcome_fronts():
+            front.post(Crashed(stage, type(error).__name__, stack_of(error), parts.get(front.number, [])))
+
+    def _dead(self) -> None:
+        """Reports at once that a stage has failed for good."""
+        assert self._pipeline is not None
+        health = self._pipeline.health
+        self.state, self.reason = "dead", health.reason or ""
+        for front in self._welcome_fronts():
+            front.post(Broken(health.stage or "", health.reason or ""))
+            front.flush()
+        self.ended.set()
+
+    def report(self, *, with_blocks: bool = False) -> CoreReport:
+        """The state of the step loop, with the sequences of all fronts."""
+        assert self._core is not None and self._pipeline is not None
+        status = self._pipeline.status()
+        counted_here = [channel for name, channel in status.channels.items() if name != self.requests.name]
+        core = read_core(self._core, with_sequences=True, with_blocks=with_blocks)
+        return CoreReport(core, list(status.stages.values()), counted_here)
+
+    def _tick(self, lag_s: float) -> None:
+        """Reports changes: ten times a second while a request is live, otherwise once a second."""
+        if (moved := self._moved()) != self._last_moved:
+            self._last_moved = moved
+            if fronts := self._welcome_fronts():
+                report = self.report()
+                for front in fronts:
+                    front.report(report)
+        self._report_to_routers()
+
+    def _moved(self) -> tuple[object, ...]:
+        """A value that changes whenever the reported state does."""
+        assert self._pipeline is not None and self._core is not None
+        runners = self._pipeline.runners.values()
+        moments = [(runner.last_progress_s, runner.is_busy, runner.num_restarts) for runner in runners]
+        depths = [len(channel) for channel in self._pipeline.channels.values()]
+        return (*moments, *depths, len(self._core.schedule.scheduler.sequences))
+
+    def _report_to_routers(self) -> None:
+        """Each front routes by its own count of prompts, and by the keys that are held."""
+        assert self._reports is not None
+        for report in self._reports.new():
+            if isinstance(report, KeyChange):
+                self._keys.difference_update(unpacked(report.removed))
+                self._keys.update(unpacked(report.added))
+            for front in self._welcome_fronts():
+                if isinstance(report, EngineLoad):
+                    front.post(replace(report, seen=front.num_seen))
+                elif front.wants_keys:
+                    front.post(report)
+
+    # -- questions
+
+    def answer(self, front: FrontLink, query: StatusQuery) -> StatusReply:
+        """See `FrontOwner`."""
+        assert self._core is not None and self._pipeline is not None and self._pipeline.watch is not None
+        match query.what:
+            case "books" | "blocks":
+                self._pipeline.watch.write_stage_times()
+                front.report(self.report(with_blocks=query.what == "blocks"))
+                return StatusReply(query.number)
+            case "forget_prefixes":
+                return StatusReply(query.number, self._core.allocate.reset_prefix_cache())
+            case "prefixes":
+                tree = read_prefix_tree(self._core.allocate.allocator)
+                for node in () if tree is None else tree["nodes"].values():
+                    node["slots"] = []  # of any front
+                return StatusReply(query.number, tree)
+            case "stacks":
+                stacks = [*task_stacks(self._pipeline, only=self._pipeline.runners), *thread_stacks()]
+                return StatusReply(query.number, [stack | {"process": "engine"} for stack in stacks])
+            case "inject" if not query.faults:
+                return StatusReply(query.number)
+            case "inject":
+                return StatusReply(query.number, error="faults are injected by the engine's own settings")
+        return StatusReply(query.number, error=f"unknown question {query.what!r}")
+
+    # -- the end
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Tells all fronts to send no new requests, and waits for those that are here. Returns whether all ended."""
+        if self.state == "ready":
+            self.state, self.reason = "draining", "the engine stops once its requests have ended"
+        for front in self.fronts.values():
+            front.post(Draining())
+            front.flush()
+        log.info("engine.draining", live=self.num_live, num_fronts=len(self.fronts), timeout_s=timeout_s)
+        emptied = asyncio.ensure_future(self._exit.wait_until_empty())
+        ended = asyncio.ensure_future(self.ended.wait())
+        await asyncio.wait([emptied, ended], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        is_empty = emptied.done()
+        for task in (emptied, ended):
+            task.cancel()
+        await asyncio.wait([emptied, ended])
+        return is_empty
+
+    async def aclose(self) -> None:
+        """Ends all links, so that fronts go on elsewhere, and frees everything. Idempotent."""
+        if self.state != "dead":
+            self.state, self.reason = "stopped", "the engine has stopped"
+        fronts, self.fronts = list(self.fronts.values()), {}
+        for front in fronts:
+            front.close()  # first: a front must not see the end of channels that another engine continues
+        if self._pipeline is not None:
+            await self._pipeline.stop()
+        if self._grammars is not None:
+            await self._grammars.aclose()
+        if self._recorder is not None:
+            await self._recorder.aclose()
+
+
+def check(config: EngineConfig) -> None:
+    """Raises `ConfigError` for settings that an engine of several fronts does not have."""
+    check_num_engines(config, 1)
+    refuse_ray(config)
+    for name in ("enable_lora", "logits_processor", "stage", "inject"):
+        if getattr(config, name):
+            value = getattr(config, name)
+            raise ConfigError(f"{name} = {value}: an engine of several fronts does not have that; leave it out")
+
+
+def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> set[str]:
+    return {name for name in {*first, *second} if first.get(name) != second.get(name)}

@@ -1,0 +1,103 @@
+"""`RouteEngine`: a front whose step loops run in engines on other machines, which other fronts may have, too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from socket import socketpair
+from typing import Any
+
+from ...runtime.processes.transport import SocketTransport
+from ..config import EngineConfig
+from ..engine.core import WarmUp
+from ..engine.engine import Engine
+from ..errors import ConfigError
+from ..fleet.fleet_processes import MAX_ENGINES, FleetProcesses
+from ..split.protocol import EngineReady
+from ..split.remote_core import RemoteCore
+from .connected_hosts import EnginePeer, check_alike, hosts_of, look_at
+from .engine_server import EngineServer
+
+# settings of a front: the others are the engines'
+OF_FRONT = (
+    *("revision", "download_dir", "offline", "allow_links_outside", "tokenizer"),
+    *("chat_template", "chat_template_content_format", "default_chat_template_kwargs"),
+    *("tokenizer_workers", "routing_policy", "stage", "seed"),
+    *("max_admitted_requests", "max_waiting_requests", "max_queue_s", "max_unread_tokens", "max_parked_s"),
+)
+
+
+class RouteEngine(Engine):
+    """An `Engine` whose step loops are those of `peers`. It takes requests while one of them serves.
+
+    `config` is of `front_config`. `prefix_key` is that of the engines; None: the router does not know what they have
+    cached. `options` are those of `Engine`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        peers: Sequence[EnginePeer],
+        prefix_key: bytes | None = None,
+        *,
+        warm_up: WarmUp | None = None,
+        **options: Any,
+    ) -> None:
+        processes = partial(FleetProcesses, make_hosts=hosts_of(peers, prefix_key))
+        core = partial(RemoteCore, make_processes=processes, warm_up=warm_up)
+        super().__init__(config, core=core, **options)
+
+
+async def look_at_all(peers: Sequence[EnginePeer]) -> list[EngineReady]:
+    """What the engines are, once all can be reached. Raises `ConfigError` if they differ."""
+    if len(peers) > MAX_ENGINES:
+        raise ConfigError(f"{len(peers)} engines: a front has at most {MAX_ENGINES}; start more fronts")
+    names = [peer.name for peer in peers]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"engine {twice} is named twice; name each once")
+    ready = await asyncio.gather(*map(look_at, peers))
+    for name, one in zip(names, ready, strict=True):
+        if one.config is None:
+            raise ConfigError(f"engine {name} is no `millrace engine`, or of an older version; update it")
+    check_alike(names, ready)
+    return ready
+
+
+def front_config(own: EngineConfig, ready: Sequence[EngineReady]) -> EngineConfig:
+    """The settings of a front with these engines: its own for text and admission, those of the first engine else."""
+    theirs = ready[0].config
+    assert theirs is not None
+    return replace(
+        theirs,
+        model=theirs.model if own.model is None else own.model,
+        data_parallel_size=len(ready),
+        tensor_parallel_size=1,
+        executor="auto",
+        record=None,
+        **{name: getattr(own, name) for name in OF_FRONT},
+    )
+
+
+class OwnPeer:
+    """The engine of this process, for its own first requests; see `EnginePeer`."""
+
+    name = "of this process"
+
+    def __init__(self, server: EngineServer) -> None:
+        self._server = server
+
+    async def connect(self) -> SocketTransport:
+        theirs, ours = socketpair()
+        self._server.take(SocketTransport(theirs))
+        return SocketTransport(ours)
+
+
+async def warm_up_own(server: EngineServer, warm_up: WarmUp) -> None:
+    """Runs the first requests of an engine, which is then its own front. Nothing of them stays cached."""
+    peer = OwnPeer(server)
+    ready = [await look_at(peer)]
+    async with RouteEngine(front_config(server.config, ready), [peer], warm_up=warm_up):
+        pass  # it has started: the first requests have been answered

@@ -1,0 +1,184 @@
+"""`millrace engine` and `millrace route` as processes on loopback: the fleet's key, and ends of either side."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.running import ROOT, RunningServer, free_port
+from tests.deploy.test_split import until
+
+IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
+MILLRACE = [sys.executable, "-m", "millrace.deploy"]
+SETTINGS = ["--max-num-seqs", "16", "--threads", "1", "--dtype", "float32"]
+TEXT = "/v1/completions"
+WORDS = ("Once upon a time", "The dog", "Hello there, ", "A ship", "My cat is", "One day", "Zoe and Tom", "In a wood")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+class EngineCommand:
+    """One `millrace engine` process. A context manager that kills it."""
+
+    def __init__(self, key: Path, port: int = 0) -> None:
+        fleet = ["--listen", f"127.0.0.1:{port}", "--fleet-key-file", str(key), "--metrics-port", "0"]
+        self.process = subprocess.Popen(
+            [*MILLRACE, "engine", *fleet, *SETTINGS],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.address = self.pages = ""
+
+    def wait_until_ready(self) -> None:
+        assert self.process.stdout is not None
+        line = json.loads(self.process.stdout.readline())
+        self.address, self.pages = line["listen"], line["metrics"]
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        host, _, port = self.address.rpartition(":")
+        return host, int(port)
+
+    def page(self, path: str) -> tuple[int, str]:
+        """Status and body of one of its pages."""
+        host, _, port = self.pages.removeprefix("http://").rpartition(":")
+        with socket.create_connection((host, int(port)), 10.0) as connection:
+            connection.sendall(f"GET {path} HTTP/1.0\r\nHost: a\r\n\r\n".encode())
+            data = b""
+            while part := connection.recv(1 << 16):
+                data += part
+        head, _, body = data.partition(b"\r\n\r\n")
+        return int(head.split()[1]), body.decode()
+
+    def __enter__(self) -> EngineCommand:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fleet") / "fleet.key"
+    path.write_bytes(bytes(range(32)))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(key: Path) -> Iterator[EngineCommand]:
+    with EngineCommand(key) as one:
+        one.wait_until_ready()
+        yield one
+
+
+def route(key: Path, *engines: EngineCommand, wait: bool = True) -> RunningServer:
+    named = [word for one in engines for word in ("--engine", one.address)]
+    return RunningServer(wait=wait, command=[*MILLRACE, "route", "--port", "0", "--fleet-key-file", str(key), *named])
+
+
+def asked(number: int, max_tokens: int) -> dict[str, Any]:
+    return {"prompt": WORDS[number % len(WORDS)], "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+
+
+def text_of(server: RunningServer, number: int, max_tokens: int = 40) -> str:
+    answer = server.post(TEXT, asked(number, max_tokens))
+    assert answer.status == 200, answer.body
+    return str(answer.json["choices"][0]["text"])
+
+
+def test_a_route_answers_through_an_engine_and_both_end_on_sigterm(key: Path, engine: EngineCommand) -> None:
+    refused = [b"GET / HTTP/1.1\r\n\r\n", bytes(64), os.urandom(1000)]
+    for data in refused:
+        with socket.create_connection(engine.host_and_port, 10.0) as stranger:
+            stranger.sendall(data)
+            assert len(received(stranger)) <= 32  # a nonce at most
+    with route(key, engine) as server:
+        first = text_of(server, 0)
+        assert first and text_of(server, 0) == first
+        at_rest = {"status": "ready", "fronts": 1, "requests": 0}
+        until(lambda: json.loads(engine.page("/health")[1]) == at_rest)
+        assert engine.page("/health")[0] == 200
+        assert "\nmillrace:fronts 1.0\n" in engine.page("/metrics")[1]
+        server.signal()
+        assert server.process.wait(20.0) == 0
+    until(lambda: json.loads(engine.page("/health")[1])["fronts"] == 0)
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.process.wait(20.0) == 0
+
+
+def received(sock: socket.socket) -> bytes:
+    """All that comes until the other end closes."""
+    sock.settimeout(10.0)
+    data = b""
+    try:
+        while part := sock.recv(1 << 16):
+            data += part
+    except ConnectionResetError:
+        pass
+    return data
+
+
+@pytest.mark.skipif(not IS_FULL, reason="MILLRACE_FULL")
+def test_a_wrong_key_is_refused_with_the_flag_that_sets_it(key: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.key"
+    other.write_bytes(b"x" * 32)
+    other.chmod(0o600)
+    with EngineCommand(key) as one:
+        one.wait_until_ready()
+        with route(other, one, wait=False) as server:
+            assert server.process.wait(60.0) == 3
+            assert "--fleet-key-file" in server.errors()
+
+
+@pytest.mark.skipif(not IS_FULL, reason="MILLRACE_FULL")
+def test_engines_and_fronts_may_be_killed_in_turns_and_streams_lose_nothing(key: Path) -> None:
+    ports = [free_port(), free_port()]
+    with EngineCommand(key, ports[0]) as a, EngineCommand(key, ports[1]) as b:
+        a.wait_until_ready()
+        b.wait_until_ready()
+        with route(key, a, b) as stays, route(key, b, a) as dies, ThreadPoolExecutor(16) as pool:
+            due = list(pool.map(lambda number: text_of(stays, number, 400), range(8)))
+            ours = [pool.submit(text_of, stays, number, 400) for number in range(8)]
+            dying = [pool.submit(text_of, dies, number, 400) for number in range(8)]
+            until(lambda: json.loads(a.page("/health")[1])["requests"] > 0)
+            dies.process.kill()
+            until(lambda: json.loads(a.page("/health")[1])["fronts"] == 1, 2.0)
+            assert [one.result() for one in ours] == due
+            for one in dying:
+                one.exception()
+            ours = [pool.submit(text_of, stays, number, 400) for number in range(8)]
+            until(lambda: json.loads(a.page("/health")[1])["requests"] > 0)
+            a.process.kill()
+            assert [one.result() for one in ours] == due
+            with EngineCommand(key, ports[0]) as again:
+                again.wait_until_ready()
+                until(lambda: json.loads(again.page("/health")[1])["fronts"] == 1)
+                assert [text_of(stays, number, 400) for number in range(8)] == due
+
+
+@pytest.mark.skipif(not IS_FULL, reason="MILLRACE_FULL")
+def test_the_openai_client_talks_to_a_route_unchanged(key: Path) -> None:
+    openai = pytest.importorskip("openai")
+    with EngineCommand(key) as one:
+        one.wait_until_ready()
+        with route(key, one) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            (model,) = client.models.list().data
+            messages = [{"role": "user", "content": "Hello"}]
+            parts = client.chat.completions.create(model=model.id, messages=messages, max_tokens=8, stream=True)
+            assert sum(len(part.choices) for part in parts) > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -231,3 +232,19 @@ def _forbidden(node: ast.AST) -> str | None:
 def test_the_scan_notices(code: str) -> None:
     assert any(_forbidden(node) for node in ast.walk(ast.parse(code)))
     assert not any(_forbidden(node) for node in ast.walk(ast.parse("load(x, trust_remote_code=False)")))
+
+
+FILE_NAME = re.compile(r"`([a-z0-9_./]+\.py)`")  # capitals stand for any name
+
+
+def test_a_docstring_names_no_file_that_is_gone() -> None:
+    known = {path.as_posix() for path in trees()}
+    known |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
+    names = {name for path in known for name in (path, *(path[at.end() :] for at in re.finditer("/", path)))}
+    gone = [
+        f"{path}: {name}"
+        for path, tree in trees().items()
+        for name in FILE_NAME.findall(ast.get_docstring(tree) or "")
+        if name.lstrip("./") not in names
+    ]
+    assert gone == []

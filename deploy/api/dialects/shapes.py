@@ -1,4 +1,4 @@
-"""Models of the answers of TGI's routes. As in `openai.py`, the server does not use them."""
+"""Models of the answers of TGI's routes. As with `schema/shapes.py`, the server does not use them."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from .request_messages import AdapterRef, ChatPrompt, Ints, Prompt, Request, Tok
 from .step_messages import (
     NO_INDICES,
     NO_INTS,
+    STATES,
     AdapterLoads,
     Begun,
     BlockCopy,
@@ -78,6 +79,7 @@ __all__ = (
     "PromptProgress",
     "Rates",
     "Request",
+    "STATES",
     "Started",
     "StepDone",
     "StepGrant",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..kernels.layout.kv_layout import KVLayout
+from ..kernels.layout.state_layout import StateLayout
 from ..model.pooling import PoolingConfig
 from .engine_settings import ModelImpl
 from .memory_table import MemoryTable
@@ -162,8 +163,8 @@ class ModelInfo:
     short_length: int = 0  # tokens; longer sequences have other rotary factors (LongRoPE). 0: all have the same
     kv_layout: KVLayout | None = None  # of a cache of several kinds; `num_blocks` is then kind 0's. None: it has one
     num_more_host_blocks: tuple[int, ...] = ()  # as `num_host_blocks`, of each kind from 1 on: `KVLayout.host_blocks`
-    state_bytes: int = 0  # of a running sequence's recurrent layers; 0: it keeps keys and values only
-    max_num_seqs: int | None = None  # as many as recurrent states leave room for; None: as configured
+    # Of recurrent layers, with as many slots as the memory has room for; None: sequences have keys and values only.
+    states: StateLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,9 +163,12 @@ class Direction(enum.IntEnum):
     FORK = 2  # within the device: sequences that diverge inside a block each get their own copy
 
 
+STATES = -1  # the kind of a copy of recurrent states: slots on the device, places on the host
+
+
 @message
 class BlockCopy:
-    """Whole blocks to copy, `sources[i]` to `destinations[i]`, [C] each.
+    """Whole blocks to copy, `sources[i]` to `destinations[i]`, [C] each; or recurrent states, if the kind is `STATES`.
 
     The copy runs after all earlier steps and before the step of its grant. The copies of one grant run in order.
     """

@@ -6,10 +6,13 @@ a sequence that begins with its first token reads zeros.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.layout.state_layout import StateLayout
 from ...kernels.reference.recurrent import SequenceRows, causal_conv, gated_norm, recur, unit
 from ..families.names import projections
 from ..spec import DecoderSpec, RecurrentSpec
@@ -17,29 +20,50 @@ from .upload import zeros
 from .weights import RecurrentWeights
 
 
-class RecurrentStates:
-    """The states of `num_slots` sequences, for all recurrent layers of a decoder; a slot is contiguous."""
+Ids = NDArray[np.int64]  # [C] slots, or places on the host
 
-    def __init__(self, spec: DecoderSpec, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+
+class RecurrentStates:
+    """The states of running sequences, for all recurrent layers of a decoder; a slot is contiguous in each tensor."""
+
+    def __init__(self, spec: DecoderSpec, layout: StateLayout, dtype: torch.dtype, device: torch.device) -> None:
         layers = spec.recurrent_layers
         kinds: dict[RecurrentSpec, list[int]] = {}
         for index, layer in layers.items():
             kinds.setdefault(layer, []).append(index)
-        self.num_slots = num_slots
+        self.layout, num_slots = layout, layout.num_slots
+        self._memory: list[Tensor] = []  # [S, layers of one shape, ...] each
         self._layers: dict[int, tuple[Tensor, Tensor | None]] = {}
         for kind, indices in kinds.items():
             tail = (kind.conv_width - 1, kind.conv_channels)
             tails = zeros((num_slots, len(indices), *tail), dtype, device)
+            self._memory.append(tails)
             matrices = None
             if kind.matrix_size:
                 shape = (kind.num_value_heads, kind.key_dim, kind.value_dim)
                 matrices = zeros((num_slots, len(indices), *shape), torch.float32, device)
+                self._memory.append(matrices)
             for place, index in enumerate(indices):
                 self._layers[index] = tails[:, place], None if matrices is None else matrices[:, place]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor | None]:
         """What one layer keeps: inputs of its convolution [S, W - 1, C], and matrices [S, H, K, V] or None. Views."""
         return self._layers[index]
+
+    def make_host_states(self) -> list[Tensor]:
+        """Host memory for the states of swapped sequences; uninitialised. Unused places take address space only."""
+        num = self.layout.num_on_host
+        return [torch.empty((num, *memory.shape[1:]), dtype=memory.dtype) for memory in self._memory]
+
+    def copy_out(self, slots: Ids, host: list[Tensor], places: Ids) -> None:
+        """Copies the state of `slots[i]` to place `places[i]` of `host` (see `make_host_states`), all layers."""
+        for memory, stored in zip(self._memory, host, strict=True):
+            stored[torch.from_numpy(places)] = memory[torch.from_numpy(slots)]
+
+    def copy_in(self, host: list[Tensor], places: Ids, slots: Ids) -> None:
+        """Copies place `places[i]` of `host` to the state of `slots[i]`, all layers."""
+        for memory, stored in zip(self._memory, host, strict=True):
+            memory[torch.from_numpy(slots)] = stored[torch.from_numpy(places)]
 
 
 class RecurrentLayer:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from operator import mul
 
 from ...kernels.layout.kv_layout import KVLayout
+from ...kernels.layout.state_layout import StateLayout
 from ..messages import NO_INTS, Ints, Rates
 from .block_pool import BlockPool, BlockState
 from .offload_policy import OffloadPolicy
@@ -21,6 +22,7 @@ class _Swapped:
 
     num_tokens: int
     blocks: Ints  # in token order; the last may be partly filled
+    state: Ints  # [1] the place of its recurrent state; [0] of a model without recurrent layers
     more: tuple[Ints, ...] = ()  # the same of the kinds from 1 on: the last blocks, as far as queries see them
     is_stale: bool = False  # computed before a reset of the prefix cache: must not be shared
 
@@ -44,7 +46,7 @@ class HostTier:
 
     With several kinds of memory there is a pool of each. A sequence is copied with the blocks of all kinds, or not at
     all. `more_blocks` are the sizes of the pools from kind 1 on, and `weights` their blocks' bytes, those of kind 0
-    being 1.
+    being 1. With recurrent layers (`states`) a sequence's state is copied with its blocks.
     """
 
     def __init__(
@@ -54,10 +56,13 @@ class HostTier:
         rates: Rates | None = None,
         more_blocks: Sequence[int] = (),
         weights: Sequence[float] = (),
+        states: StateLayout | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.more = tuple(BlockPool(count, block_size) for count in more_blocks)
         self._weights = weights
+        self.states = None if states is None else BlockPool(states.num_on_host, 1)
+        self._state_weight = 0.0 if states is None else states.num_blocks
         self.rates = rates
         self.offload_policy = OffloadPolicy(block_size)  # of cached prefixes
         self.num_full = 0  # swap-outs that failed for lack of room
@@ -69,13 +74,26 @@ class HostTier:
 
     @classmethod
     def of(
-        cls, num_blocks: int, block_size: int, more_blocks: Sequence[int] = (), layout: KVLayout | None = None
+        cls,
+        num_blocks: int,
+        block_size: int,
+        more_blocks: Sequence[int] = (),
+        layout: KVLayout | None = None,
+        states: StateLayout | None = None,
     ) -> HostTier | None:
-        """The host tier of a cache; None without host blocks of each kind. `layout`: of a cache of several kinds."""
-        if not num_blocks or 0 in more_blocks:
+        """The host tier of a cache; None without host blocks of each kind, or without places for recurrent states.
+
+        `layout`: of a cache of several kinds. `states`: of a model with recurrent layers.
+        """
+        if not num_blocks or 0 in more_blocks or (states is not None and not states.num_on_host):
             return None
         sizes = [] if layout is None else [kind.block_bytes for kind in layout.kinds]
-        return cls(num_blocks, block_size, None, more_blocks, [size / sizes[0] for size in sizes[1:]])
+        return cls(num_blocks, block_size, None, more_blocks, [size / sizes[0] for size in sizes[1:]], states)
+
+    @property
+    def pools(self) -> tuple[BlockPool, ...]:
+        """All pools: of each kind of blocks, and of states."""
+        return (self.pool, *self.more, *(() if self.states is None else (self.states,)))
 
     def __len__(self) -> int:
         """Sequences that have blocks here."""
@@ -88,16 +106,18 @@ class HostTier:
         """
         assert sequence_id not in self._swapped, f"sequence {sequence_id} is swapped out twice"
         num_blocks = -(-num_tokens // self.pool.block_size)
-        num_copied = num_blocks + round(sum(map(mul, more, self._weights)))
+        num_copied = num_blocks + round(sum(map(mul, more, self._weights)) + self._state_weight)
         if self.rates is not None and not self.rates.favour_swap(num_copied, num_tokens):
             self.num_dear += 1
             return None
-        if num_blocks > self.pool.num_available or any(map(_is_over, more, self.more)):
+        is_full = self.states is not None and not self.states.num_available
+        if is_full or num_blocks > self.pool.num_available or any(map(_is_over, more, self.more)):
             self.num_full += 1
             return None
         blocks = self.pool.take(num_blocks)
         taken = tuple(pool.take(count) for pool, count in zip(self.more, more, strict=True))
-        self._swapped[sequence_id] = _Swapped(num_tokens, blocks, taken)
+        state = NO_INTS if self.states is None else self.states.take(1)
+        self._swapped[sequence_id] = _Swapped(num_tokens, blocks, state, taken)
         return blocks
 
     def sequence_ids(self) -> list[int]:
@@ -117,6 +137,10 @@ class HostTier:
         """The host blocks of the sequence, in token order, of each kind from 1 on."""
         return self._swapped[sequence_id].more
 
+    def state(self, sequence_id: int) -> Ints:
+        """The place of the sequence's recurrent state, [1]; [0] of a model without recurrent layers."""
+        return self._swapped[sequence_id].state
+
     def release(self, sequence_id: int, last_step: int, completed_step: int) -> None:
         """Frees the sequence's blocks; step `last_step` may still touch them. Ignores unknown ids."""
         swapped = self._swapped.pop(sequence_id, None)
@@ -124,6 +148,8 @@ class HostTier:
             self.pool.give_back(swapped.blocks, last_step, completed_step)
             for pool, blocks in zip(self.more, swapped.more, strict=True):
                 pool.give_back(blocks, last_step, completed_step)
+            if self.states is not None:
+                self.states.give_back(swapped.state, last_step, completed_step)
 
     def is_stale(self, sequence_id: int) -> bool:
         """Whether the sequence's blocks were computed before a reset of the prefix cache."""
@@ -165,8 +191,7 @@ class HostTier:
         Returns the blocks of cached prefixes that are never written: the step was voided, or is in flight with an older
         generation and will not run. They are those of kind 0; `take_lost` has the others.
         """
-        self.pool.complete_steps(completed_step)
-        for pool in self.more:
+        for pool in self.pools:
             pool.complete_steps(completed_step)
         if not self._arriving:
             return []
@@ -200,8 +225,7 @@ class HostTier:
         self._swapped.clear()
         self._arriving.clear()
         self._lost = [[] for _ in self.more]
-        self.pool.seize_all(last_step)
-        for pool in self.more:
+        for pool in self.pools:
             pool.seize_all(last_step)
 
     def check(self) -> None:
@@ -210,6 +234,8 @@ class HostTier:
         _check_held(self.pool, [each.blocks for each in swapped])
         for kind, pool in enumerate(self.more):
             _check_held(pool, [each.more[kind] for each in swapped])
+        if self.states is not None:
+            _check_held(self.states, [each.state for each in swapped])
 
 
 def _check_held(pool: BlockPool, blocks: Sequence[Ints]) -> None:

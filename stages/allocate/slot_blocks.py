@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...kernels.layout.kv_layout import KVLayout
-from ..messages import NO_INDICES, NO_INTS, BlockCopy, Direction, Indices, Ints, Started, TableEntries
+from ..messages import NO_INDICES, NO_INTS, STATES, BlockCopy, Direction, Indices, Ints, Started, TableEntries
 from .block_pool import BlockPool
 from .block_tables import BlockTables, WindowTables
 from .evictions import Evictions, KindEvictions
@@ -148,6 +148,8 @@ class SlotBlocks:
                 for each, blocks, places in zip(self.more, live, self.host.more_blocks(sequence_id), strict=True):
                     if len(blocks):
                         hand.copies.append(BlockCopy(Direction.OUT, blocks, places, each.kind))
+                if len(place := self.host.state(sequence_id)):
+                    hand.copies.append(BlockCopy(Direction.OUT, np.array([slot], np.int32), place, STATES))
                 hand.swapped[slot] = num_tokens
                 self.last_step[slot] = hand.plan.step
         self.empty(hand, slot)
@@ -360,6 +362,8 @@ class SlotBlocks:
                     hand.copies.append(BlockCopy(Direction.IN, match.on_host, blocks, each.kind))
                 if not beginning.is_swapped:
                     self.host.more[each.kind - 1].give_back(match.on_host, step, self.completed_step)
+            if beginning.is_swapped and len(place := self.host.state(int(self.sequence_ids[slot]))):
+                hand.copies.append(BlockCopy(Direction.IN, place, np.array([slot], np.int32), STATES))
             self.host.release(int(self.sequence_ids[slot]), step, self.completed_step)
 
     def fork(self, hand: PlanInHand) -> None:
@@ -417,7 +421,7 @@ class SlotBlocks:
             each.pool.complete_steps(completed_step)
         if self.host is not None:
             self.host.forget_all(last_granted)
-            for pool in (self.host.pool, *self.host.more):
+            for pool in self.host.pools:
                 pool.complete_steps(completed_step)
 
     def check(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...kernels.layout.state_layout import StateLayout
 from ..device.device import CallBefore
 from ..engine_settings import ModelImpl
 from ..execute.model_runner import ModelRunner
@@ -41,8 +42,7 @@ class Backend:
     max_num_batched_tokens: int
     itl_target_ms: float  # 0: none
     rates: Rates | None
-    state_bytes: int = 0  # see `ModelInfo`
-    max_num_seqs: int | None = None  # see `ModelInfo`
+    states: StateLayout | None = None  # see `ModelInfo`
     chooser: MakeTokenChooser = TokenChooser
     call_before_computing: CallBefore | None = None  # see `Device`
     enter: Callable[[], object] | None = None  # first call on the device thread

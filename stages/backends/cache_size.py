@@ -150,7 +150,8 @@ class CacheSizing:
         config, needs, is_host = self.config, self.needs_of(max_model_len), self.machine.is_host
         cache_bytes = self._cache_bytes(max_model_len)
         how = "computed" if is_host else "measured"
-        swap = f"{self.host_blocks} blocks of sequences that are swapped out" if self.host_blocks else "not used"
+        held = "blocks and states" if needs.recurrent else f"{self.host_blocks} blocks"
+        swap = f"{held} of sequences that are swapped out" if self.host_blocks else "not used"
         swap_bytes = pool_bytes(self.host_blocks, self.bytes_per_block, is_pinned=not is_host)
         rows = [
             MemoryUse("weights", needs.weights, f"the model's tensors{_kept_as(config.quantized_to)}, measured"),

@@ -231,7 +231,7 @@ class CoreStages:
         self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"", first_step: int = 0
     ) -> None:
         info = loaded.info
-        if info.state_bytes and config.enable_prefix_caching:
+        if info.states is not None and config.enable_prefix_caching:
             log.info("prefix_cache.off", reason=f"{info.family}: its recurrent layers keep no state of shared prefixes")
         config = with_states(config, info)
         self.loaded = loaded
@@ -245,7 +245,7 @@ class CoreStages:
         keeps_all = layout is None or layout.kinds[0].window is None  # else no kind has whole beginnings of sequences
         cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching and keeps_all else None
         num_host_blocks = info.num_host_blocks if keeps_all else 0
-        host = HostTier.of(num_host_blocks, info.block_size, info.num_more_host_blocks, layout)
+        host = HostTier.of(num_host_blocks, info.block_size, info.num_more_host_blocks, layout, info.states)
         sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
         self.allocate = Allocate(*sizes, cache, host, layout)
         self.execute, self.sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
@@ -273,9 +273,9 @@ class CoreStages:
 
 def with_states(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     """The settings as a model with recurrent layers has them: fewer sequences, and no prefix cache."""
-    if not info.state_bytes:
+    if info.states is None:
         return config
-    return replace(config, max_num_seqs=info.max_num_seqs or config.max_num_seqs, enable_prefix_caching=False)
+    return replace(config, max_num_seqs=info.states.num_slots, enable_prefix_caching=False)
 
 
 class EngineStages(TextStages):

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ...kernels.layout.state_layout import StateLayout
 from ...model.decoder.step_inputs import KindTables, StepInputs
 from ..device.arrays import Array, HostArray, arrays_of
 from ..device.pooler import Pooler
 from ..device.scored_prompts import LogitsWithPrompts, ScoredChunk, ScoredPrompts, rows_of
-from ..messages import BlockCopy, Bools, Direction, Indices, Ints, StepGrant
+from ..messages import STATES, BlockCopy, Bools, Direction, Indices, Ints, StepGrant
 
 Longs = NDArray[np.int64]
 
@@ -33,6 +34,19 @@ class KVCacheProtocol(Protocol):
     def make_host_blocks(self, num_blocks: int, kind: int = 0) -> Any: ...
     def copy_out(self, blocks: Longs, host: Any, places: Longs, kind: int = 0) -> None: ...
     def copy_in(self, host: Any, places: Longs, blocks: Longs, kind: int = 0) -> None: ...
+
+
+class StatesProtocol(Protocol):
+    """What a runner needs of the states of recurrent layers: copies of whole states, in all layers.
+
+    Slots and places are [C] i64 on the host.
+    """
+
+    layout: StateLayout
+
+    def make_host_states(self) -> Any: ...
+    def copy_out(self, slots: Longs, host: Any, places: Longs) -> None: ...
+    def copy_in(self, host: Any, places: Longs, slots: Longs) -> None: ...
 
 
 class DecoderProtocol(Protocol):
@@ -70,12 +84,11 @@ class ModelRunner:
         pooler: Pooler | None = None,
         short_length: int = 0,
         adapters: AdapterTable | None = None,
-        state_bytes: int = 0,
+        states: StatesProtocol | None = None,
     ) -> None:
         """A slot has at most `max_blocks_per_slot` blocks of a kind. `num_host_blocks`: of each kind, or of the only
         one. `short_length`: rows of the rotary tables before those of long sequences; 0 if the decoder's factors do not
-        depend on the length. `state_bytes`: of a slot's recurrent state in `cache`; 0 if the decoder has
-        no such layers.
+        depend on the length. `states`: of the recurrent layers, by slot; None if the decoder has no such layers.
         """
         num_slots = len(last_tokens)
         self.decoder = decoder
@@ -93,7 +106,8 @@ class ModelRunner:
         self._num_known = np.zeros(num_slots, np.int64)  # tokens that came with Started
         self._known: list[Longs] = [np.zeros(0, np.int64)] * num_slots
         self.short_length = short_length
-        self.state_bytes = state_bytes
+        self.states = states
+        self._host_states = None if states is None else states.make_host_states()
         self._rope_offsets: Longs | None = np.zeros(num_slots, np.int64) if short_length else None  # for positions
         self._scored = ScoredPrompts(num_slots)
         self._adapters = adapters
@@ -163,6 +177,8 @@ class ModelRunner:
         """Copies blocks after the writes of earlier steps and before the reads of this one."""
         sources = copy.sources.astype(np.int64)
         destinations = copy.destinations.astype(np.int64)
+        if copy.kind == STATES:
+            return self._copy_states(copy.direction, sources, destinations)
         if copy.direction is Direction.FORK:
             return self.cache.copy_blocks(sources, destinations, copy.kind)
         host = self.host_blocks[copy.kind]
@@ -171,6 +187,13 @@ class ModelRunner:
             self.cache.copy_out(sources, host, destinations, copy.kind)
         else:
             self.cache.copy_in(host, sources, destinations, copy.kind)
+
+    def _copy_states(self, direction: Direction, sources: Longs, destinations: Longs) -> None:
+        assert self.states is not None, "states are copied, and the decoder has no recurrent layers"
+        if direction is Direction.OUT:
+            self.states.copy_out(sources, self._host_states, destinations)
+        else:
+            self.states.copy_in(self._host_states, sources, destinations)
 
     def wants_more(self, grant: StepGrant) -> bool:
         """Whether a step has pooled rows or scored prompts.
@@ -323,7 +346,7 @@ class ModelRunner:
             logits_rows=self._upload(logits_rows),
             num_decode=num_decode,
             more_kinds=tuple(others),
-            slots=self._upload(slots.astype(np.int64)) if self.state_bytes else None,
+            slots=self._upload(slots.astype(np.int64)) if self.states is not None else None,
         )
 
     def _upload(self, array: HostArray) -> Array:

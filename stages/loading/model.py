@@ -203,8 +203,7 @@ def _put_together(
         kv_cache_dtype=computing.kv_cache_dtype,
         family=shape.family,
         short_length=runner.short_length,
-        state_bytes=computing.state_bytes,
-        max_num_seqs=computing.max_num_seqs,
+        states=computing.states,
     )
     if text.encoder.yes_no is not None:
         assert runner.pooler is not None

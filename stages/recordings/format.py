@@ -36,6 +36,7 @@ from typing import Any, get_args
 import numpy as np
 
 from ...kernels.layout.kv_layout import KindName, KVKind, KVLayout
+from ...kernels.layout.state_layout import StateLayout
 from ..config import MAX_LORAS, MAX_SPECULATIVE_TOKENS, EngineConfig
 from ..messages import (
     AdapterRef,
@@ -83,6 +84,7 @@ class RecordedEngine:
     max_loras: int = 0  # adapters on the device at once; 0: none
     kv_layout: KVLayout | None = None  # as in `ModelInfo`
     num_more_host_blocks: tuple[int, ...] = ()  # the same
+    states: StateLayout | None = None  # the same
 
     @classmethod
     def of(cls, config: EngineConfig, info: ModelInfo, max_waiting: int) -> RecordedEngine:
@@ -100,16 +102,20 @@ class RecordedEngine:
             "max_loras": config.max_loras if config.enable_lora else 0,
             "kv_layout": info.kv_layout,
             "num_more_host_blocks": info.num_more_host_blocks,
+            "states": info.states,
         }
         values: Fields = {name: getattr(config, name, None) for name in cls.__slots__}
         return cls(**{**values, **resolved})
 
     def to_fields(self) -> Fields:
-        """As plain values. Of an engine with one kind of memory without those of kinds."""
+        """As plain values. Of an engine with one kind of memory without those of kinds, and so with states."""
         plain_values: Fields = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         layout, num_more = plain_values.pop("kv_layout"), plain_values.pop("num_more_host_blocks")
         if layout is not None:
             plain_values |= {"kv_layout": layout_fields(layout), "num_more_host_blocks": list(num_more)}
+        states = plain_values.pop("states")
+        if states is not None:
+            plain_values["states"] = {spec.name: getattr(states, spec.name) for spec in fields(states)}
         return plain_values
 
     @property
@@ -330,6 +336,7 @@ def read_engine(values: Any) -> RecordedEngine:
         max_loras=given.whole("max_loras", 0, MAX_LORAS) if "max_loras" in given.values else 0,
         kv_layout=read_layout(given.values.get("kv_layout")),
         num_more_host_blocks=tuple(given.wholes("num_more_host_blocks", 2**24)) if "kv_layout" in given.values else (),
+        states=_read_states(given.values["states"]) if "states" in given.values else None,
     )
     if engine.max_num_seqs * engine.max_model_len > 2**28:
         sizes = f"max_num_seqs = {engine.max_num_seqs}, max_model_len = {engine.max_model_len}"
@@ -340,6 +347,16 @@ def read_engine(values: Any) -> RecordedEngine:
     if engine.kv_layout is not None:
         _check_layout(engine, engine.kv_layout)
     return engine
+
+
+def _read_states(values: Any) -> StateLayout:
+    given = MessageFields("engine.states", values if isinstance(values, dict) else {})
+    return StateLayout(
+        state_bytes=given.whole("state_bytes", 1, MAX_BYTES),
+        num_slots=given.whole("num_slots", 1, 2**16),
+        num_on_host=given.whole("num_on_host", 0, 2**16),
+        num_blocks=given.number("num_blocks"),
+    )
 
 
 def _check_layout(engine: RecordedEngine, layout: KVLayout) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...kernels.layout.kv_layout import KVKind, KVLayout
+from ...kernels.layout.state_layout import StateLayout
 from ...model.pooling import PoolingConfig
 from ...runtime.channel import ChannelStats
 from ...runtime.crash_recovery import StageCrashed
@@ -256,6 +257,6 @@ CODEC = Codec(
         *(RequestsEnded, ControlCauses, RequestFailed, ServiceTimes, Admitted, StatusQuery, StatusReply, Fault),
         *(ReadAdapter, AdapterCard, DropAdapter, EngineLoad, StepTimeCosts, KeyChange),
         *STATUS_TYPES,
-        *(ChannelStats, KVLayout, KVKind),
+        *(ChannelStats, KVLayout, KVKind, StateLayout),
     ]
 )

@@ -123,10 +123,10 @@ def test_a_setting_that_recurrent_layers_do_not_go_with_is_refused(
 
 
 def test_the_memory_table_counts_the_states_of_all_slots(llm: LLM, entry: Entry) -> None:
-    assert llm.info.memory is not None
+    assert llm.info.memory is not None and llm.info.states is not None
     spec = read_spec(entry.folder)
-    assert llm.info.state_bytes == spec.state_bytes(4) == 2 * 4 * (4 * 8 * 8 + 3 * 64)
-    assert llm.info.memory.row("recurrent").num_bytes == 4 * llm.info.state_bytes
+    assert llm.info.states.state_bytes == spec.state_bytes(4) == 2 * 4 * (4 * 8 * 8 + 3 * 64)
+    assert llm.info.memory.row("recurrent").num_bytes == 4 * llm.info.states.state_bytes
 
 
 def test_fewer_sequences_run_at_once_where_their_states_need_more_memory(entry: Entry) -> None:

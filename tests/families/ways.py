@@ -38,7 +38,7 @@ class Way:
 
 
 def _was_cached(llm: LLM, outputs: Sequence[Any]) -> str:
-    if llm.info.state_bytes:
+    if llm.info.states is not None:
         return ""  # its recurrent layers keep no state of shared prefixes
     return "" if sum(output.num_cached_tokens for output in outputs) else "no prompt was found in the cache"
 
@@ -48,6 +48,16 @@ def _was_preempted(llm: LLM, _: Sequence[Any]) -> str:
     return "" if schedule.scheduler.num_preemptions else "no sequence was preempted"
 
 
+def _was_swapped(llm: LLM, outputs: Sequence[Any]) -> str:
+    """Of recurrent layers, whose states travel too; of others some caches keep nothing on the host."""
+    schedule: Any = llm.engine.pipeline.stages["schedule"]
+    allocate: Any = llm.engine.pipeline.stages["allocate"]
+    is_swapped = any(how == "swap" for how, _ in schedule.scheduler.lifecycle.preemptions)
+    if llm.info.states is not None and not is_swapped and not allocate.allocator.host.num_dear:
+        return "no sequence was swapped out with its state, though copying is the cheaper"
+    return _was_preempted(llm, outputs)
+
+
 NO_CACHE: dict[str, Any] = {"enable_prefix_caching": False}
 FEW = {**NO_CACHE, "num_gpu_blocks": -(-LONGEST // BLOCK_SIZE) + 10}
 WAYS: Mapping[str, Way] = {
@@ -55,7 +65,7 @@ WAYS: Mapping[str, Way] = {
     "chunked": Way({**NO_CACHE, "max_num_batched_tokens": 16, "max_num_seqs": 8}),
     "prefix": Way({}, num_rounds=2, check=_was_cached),
     "preempted": Way({**FEW, "swap_space": 0.0}, num_others=4, check=_was_preempted),
-    "swapped": Way({**FEW, "num_cpu_blocks": 256}, num_others=4, check=_was_preempted),
+    "swapped": Way({**FEW, "num_cpu_blocks": 256}, num_others=4, check=_was_swapped),
     "among16": Way({**NO_CACHE, "max_num_seqs": 16}, num_others=13),
 }
 

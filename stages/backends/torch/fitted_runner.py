@@ -10,6 +10,7 @@ import torch
 
 from ....kernels import kernel_set
 from ....kernels.layout.kv_layout import KVLayout
+from ....kernels.layout.state_layout import StateLayout
 from ....model.backend_gaps import missing
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
@@ -70,14 +71,19 @@ def fit_runner(
     bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
     bytes_per_block *= config.tensor_parallel_size  # ranks share the host's memory
     host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, decoder.device.type)
-    if shape.recurrent_layers and host_blocks:  # states are not copied to the host
-        host_blocks = 0
-        log.info("swap.off", reason=f"{shape.family} has recurrent layers: preempted sequences are computed again")
-    memory = _sizing(config, shape, decoder, max_model_len, host_blocks, is_async=is_async).plan(max_model_len)
+    pool_blocks, states = host_blocks, None  # as many as the memory of the host pool holds
+    if shape.recurrent_layers:
+        states = StateLayout(shape.state_bytes(decoder.dtype.itemsize), config.max_num_seqs)
+        states, host_blocks = states.with_host(pool_blocks * bytes_per_block, bytes_per_block)
+        if pool_blocks and not host_blocks:
+            pool_blocks = 0
+            log.info("swap.off", reason=f"{shape.family}: the pool for swapped sequences is too small for a state")
+    memory = _sizing(config, shape, decoder, max_model_len, pool_blocks, is_async=is_async).plan(max_model_len)
     if memory.max_model_len < max_model_len:
         decoder = make_decoder(max_positions=memory.max_model_len)
     sizes = (memory.num_blocks, memory.max_model_len, by_kind := host_blocks_by_kind(memory, host_blocks))
-    runner = make_runner(config, shape, decoder, *sizes, is_block_major=is_async or None, layout=memory.layout)
+    options: dict[str, Any] = {"is_block_major": is_async or None, "layout": memory.layout, "states": states}
+    runner = make_runner(config, shape, decoder, *sizes, **options)
     return runner, memory, by_kind
 
 
@@ -91,8 +97,12 @@ def make_runner(
     *,
     is_block_major: bool | None = None,
     layout: KVLayout | None = None,
+    states: StateLayout | None = None,
 ) -> ModelRunner:
-    """A runner of the decoder with `blocks` KV blocks, and `host_blocks` of each kind on the host."""
+    """A runner of the decoder with `blocks` KV blocks, and `host_blocks` of each kind on the host.
+
+    `states`: of a decoder with recurrent layers.
+    """
     dtype = kv_dtype_of(config, decoder.dtype)
     leader = decoder.leader if isinstance(decoder, LeadingDecoder) else None
     measure = partial(kv_scales_of, config, decoder)
@@ -100,8 +110,9 @@ def make_runner(
     sizes = (shape, blocks, config.block_size)
     make_cache = KVCache if leader is None else leader.make_cache
     options: dict[str, Any] = {"is_block_major": is_block_major, "layout": layout}
-    if shape.recurrent_layers:
-        options["states"] = RecurrentStates(shape, config.max_num_seqs, decoder.dtype, decoder.device)
+    found = None if states is None else RecurrentStates(shape, states, decoder.dtype, decoder.device)
+    if found is not None:
+        options["states"] = found
     cache = make_cache(*sizes, dtype, decoder.device, decoder.kernels, scales, **options)
     last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=decoder.device)
     pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
@@ -109,8 +120,7 @@ def make_runner(
     adapters = getattr(decoder, "adapters", None)  # none of a decoder through transformers
     if leader is not None and adapters is not None:
         adapters = LeadingAdapters(leader, adapters)
-    state_bytes = shape.state_bytes(decoder.dtype.itemsize)
-    return ModelRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short, adapters, state_bytes)
+    return ModelRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short, adapters, found)
 
 
 def free_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -1,0 +1,81 @@
+"""The walk of `cached_kinds_walk.py` with the states of recurrent layers, which a step changes for good.
+
+    python -m tests.stages.allocate.states_walk --steps 100000
+
+The state in a slot is the mark of the last token that it has read. A row that goes on must find the mark of the token
+before it, whether that was computed in the slot or copied into it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import replace
+
+from millrace.kernels.layout.state_layout import StateLayout
+from millrace.stages.allocate.allocator import Allocator
+from millrace.stages.allocate.host_tier import HostTier
+from millrace.stages.messages import STATES, Direction
+from tests.stages.allocate.cached_kinds_walk import ACTIONS, ACTIONS_OF_A_WALK, CachedWalk
+from tests.stages.allocate.kinds_walk import NUM_SLOTS, POISON, Mark, Step, run_walks
+
+
+class StatesWalk(CachedWalk):
+    """As `CachedWalk`, without drafts; `states` are by slot, `host_states` by place."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        dice, layout = self.dice, self.layout
+        self.scheduler.chance = 0.0
+        states = StateLayout(64, NUM_SLOTS, dice.randint(1, NUM_SLOTS), 2.0)
+        sizes = [dice.randint(1, 2 * self.longest // self.size) for _ in self.kinds]
+        host = HostTier(sizes[0], self.size, None, sizes[1:], [2.0] * (len(sizes) - 1), states)
+        host = None if dice.random() < 0.2 else host
+        self.allocator = Allocator(layout.num_blocks[0], self.size, NUM_SLOTS, self.longest, None, host, layout)
+        self.states: dict[int, Mark] = {}
+        self.host_states: dict[int, Mark] = {}
+
+    def _run(self, step: Step) -> None:
+        super()._run(step)
+        for row in step.rows:
+            marks = self._marks(row)
+            if row.start:
+                found = self.states.get(row.slot, POISON)
+                assert found == marks[row.start - 1], (
+                    f"step {step.grant.step}: slot {row.slot} goes on at {row.start} with the state behind {found}"
+                )
+            self.states[row.slot] = marks[row.end - 1]
+
+    def void(self) -> None:
+        if self.flights:
+            self.states |= dict.fromkeys((row.slot for row in self.flights[0].rows), POISON)
+        super().void()
+
+    def _copy(self, step: Step, *, is_poison: bool = False) -> None:
+        blocks = tuple(copy for copy in step.grant.copies if copy.kind != STATES)
+        super()._copy(replace(step, grant=replace(step.grant, copies=blocks)), is_poison=is_poison)
+        for copy in step.grant.copies:
+            if copy.kind == STATES:
+                self.seen[f"{copy.direction.name.lower()} of states"] += 1
+                source = self.host_states if copy.direction is Direction.IN else self.states
+                destination = self.host_states if copy.direction is Direction.OUT else self.states
+                for a, b in zip(copy.sources.tolist(), copy.destinations.tolist(), strict=True):
+                    destination[b] = POISON if is_poison else source.get(a, POISON)
+
+    def finish(self) -> None:
+        super().finish()
+        host = self.allocator.host
+        assert host is None or all(pool.num_free == pool.num_blocks for pool in host.pools)
+
+
+def walk(seed: int, num_actions: int = ACTIONS_OF_A_WALK) -> tuple[int, Counter[str]]:
+    """One walk. Returns the number of granted steps, and how often rare things happened."""
+    made = StatesWalk(seed)
+    for name in made.dice.choices(list(ACTIONS), list(ACTIONS.values()), k=num_actions):
+        getattr(made, name)()
+    made.finish()
+    return made.allocator.last_granted + 1, made.seen
+
+
+if __name__ == "__main__":
+    sys.exit(run_walks(walk, "states_walk"))

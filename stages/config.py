@@ -127,6 +127,11 @@ class EngineConfig(EngineSettings):
             value = getattr(self, name)
             if value is not None and not (name == "max_model_len" and value == "auto"):
                 _positive(name, value)
+        if self.state_cache_bytes is not None and self.state_cache_bytes < 0:
+            raise ConfigError(
+                f"state_cache_bytes = {self.state_cache_bytes}: must be at least 0, which caches no prefix of a model "
+                "with recurrent layers"
+            )
         if self.num_cpu_blocks is not None and self.num_cpu_blocks < 0:
             raise ConfigError(
                 f"num_cpu_blocks = {self.num_cpu_blocks}: must be at least 0, which switches swapping off"

@@ -284,6 +284,10 @@ class EngineSettings:
     enable_prefix_caching: bool = _CACHE.setting(
         True, "reuse the KV blocks of earlier prompts and answers with the same prefix"
     )
+    state_cache_bytes: int | None = _CACHE.setting(
+        None,
+        "memory for the recurrent states of cached prefixes in bytes; none: a fifth of the KV cache; 0: cache none",
+    )
     swap_space: float | None = _CACHE.setting(
         None, "host memory for preempted sequences in GiB; none: 4, on a CPU 1; 0: recompute them", unit="GiB"
     )

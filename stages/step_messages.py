@@ -160,17 +160,19 @@ class Direction(enum.IntEnum):
 
     OUT = 0  # from the device to the host
     IN = 1  # from the host to the device
-    FORK = 2  # within the device: sequences that diverge inside a block each get their own copy
+    FORK = 2  # within the device: sequences that diverge inside a block each get their own copy; to a slot of states
+    SAVE = 3  # of states alone, within the device: from a slot to a snapshot, after the step
 
 
-STATES = -1  # the kind of a copy of recurrent states: slots on the device, places on the host
+STATES = -1  # the kind of a copy of recurrent states: slots and snapshots on the device, places on the host
 
 
 @message
 class BlockCopy:
     """Whole blocks to copy, `sources[i]` to `destinations[i]`, [C] each; or recurrent states, if the kind is `STATES`.
 
-    The copy runs after all earlier steps and before the step of its grant. The copies of one grant run in order.
+    The copy runs after all earlier steps and before the step of its grant; one of direction `SAVE` runs right after it,
+    if it does not fail. The copies of one grant run in order.
     """
 
     direction: Direction

@@ -19,29 +19,31 @@ from ..spec import DecoderSpec, RecurrentSpec
 from .upload import zeros
 from .weights import RecurrentWeights
 
-
 Ids = NDArray[np.int64]  # [C] slots, or places on the host
 
 
 class RecurrentStates:
-    """The states of running sequences, for all recurrent layers of a decoder; a slot is contiguous in each tensor."""
+    """The states of running sequences, for all recurrent layers of a decoder, and behind them those of cached prefixes.
+
+    A slot is contiguous in each tensor.
+    """
 
     def __init__(self, spec: DecoderSpec, layout: StateLayout, dtype: torch.dtype, device: torch.device) -> None:
         layers = spec.recurrent_layers
         kinds: dict[RecurrentSpec, list[int]] = {}
         for index, layer in layers.items():
             kinds.setdefault(layer, []).append(index)
-        self.layout, num_slots = layout, layout.num_slots
-        self._memory: list[Tensor] = []  # [S, layers of one shape, ...] each
+        self.layout, num_rows = layout, layout.num_slots + layout.num_snapshots
+        self._memory: list[Tensor] = []  # [S + snapshots, layers of one shape, ...] each
         self._layers: dict[int, tuple[Tensor, Tensor | None]] = {}
         for kind, indices in kinds.items():
             tail = (kind.conv_width - 1, kind.conv_channels)
-            tails = zeros((num_slots, len(indices), *tail), dtype, device)
+            tails = zeros((num_rows, len(indices), *tail), dtype, device)
             self._memory.append(tails)
             matrices = None
             if kind.matrix_size:
                 shape = (kind.num_value_heads, kind.key_dim, kind.value_dim)
-                matrices = zeros((num_slots, len(indices), *shape), torch.float32, device)
+                matrices = zeros((num_rows, len(indices), *shape), torch.float32, device)
                 self._memory.append(matrices)
             for place, index in enumerate(indices):
                 self._layers[index] = tails[:, place], None if matrices is None else matrices[:, place]
@@ -54,6 +56,11 @@ class RecurrentStates:
         """Host memory for the states of swapped sequences; uninitialised. Unused places take address space only."""
         num = self.layout.num_on_host
         return [torch.empty((num, *memory.shape[1:]), dtype=memory.dtype) for memory in self._memory]
+
+    def copy(self, sources: Ids, destinations: Ids) -> None:
+        """Copies the state of slot or snapshot `sources[i]` to `destinations[i]`, all layers. None is in both."""
+        for memory in self._memory:
+            memory[torch.from_numpy(destinations)] = memory[torch.from_numpy(sources)]
 
     def copy_out(self, slots: Ids, host: list[Tensor], places: Ids) -> None:
         """Copies the state of `slots[i]` to place `places[i]` of `host` (see `make_host_states`), all layers."""

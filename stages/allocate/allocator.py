@@ -138,6 +138,8 @@ class Allocator:
         for row in starting_rows:
             slot_blocks.attach(hand, row, may_fork=True)
         granted = _cut_to_budget(hand)
+        if slot_blocks.publisher is not None and plan.allows_partial and not plan.is_decode:
+            granted = slot_blocks.publisher.end_at_snapshots(plan.slots, granted)
         if starting_rows:
             granted = granted.copy()  # `remaining` changes where a row is detached
             for row in starting_rows:
@@ -267,8 +269,10 @@ class Allocator:
         if hand.begun:
             slot_blocks.fork(hand)
             slot_blocks.copy_in(hand)
+            slot_blocks.restore_states(hand)
         if slot_blocks.publisher is not None and not plan.is_decode:
-            slot_blocks.publisher.note_grant(plan.step, slots, starts, ends, self._num_begun(hand, slots))
+            places = slot_blocks.publisher.note_grant(plan.step, slots, starts, ends, self._num_begun(hand, slots))
+            slot_blocks.save_states(hand, places)
         if self._has_windows:
             slot_blocks.retire(slots, plan.step)
         return StepGrant(

@@ -2,19 +2,24 @@
 
 An entry of the prefix cache is found by its block of kind 0, on the device or the host, and names its tokens. Here are
 the blocks of another kind that hold the keys of the same tokens, by the entry's number. An entry may lack one: the
-blocks that a window has passed are evicted first.
+blocks that a window has passed are evicted first. Snapshots of recurrent states are found by the same numbers.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...kernels.layout.kv_layout import KVKind
+from ...kernels.layout.state_layout import StateLayout
+from ..messages import Ints
 from .block_pool import BlockPool
 from .plan_in_hand import KindMatch
+
+SNAPSHOT_TOKENS = 2048  # between two snapshots of a long prompt; a step ends at each
 
 
 @dataclass(slots=True)
@@ -182,3 +187,96 @@ def num_usable(kinds: Sequence[KindIndex], numbers: Sequence[int]) -> int:
         if is_there:
             usable = place
     return usable
+
+
+class StateSnapshots:
+    """The snapshots of recurrent states, in the places behind those of slots: where a sequence can go on.
+
+    A snapshot is named by the number of the entry before it, so by exactly the tokens that the state has read. It is
+    taken by a step that ends there, and is known once that step is done: a step that breaks off has changed its states.
+    The least recently used one is replaced first.
+
+    Copies run in the order of their grants, so a place is free at once: what a step reads from it was read before a
+    later step writes there.
+    """
+
+    def __init__(self, layout: StateLayout, block_size: int) -> None:
+        self.num_hits = 0  # sequences that went on from one
+        self._block_size = block_size
+        self._every = -(-SNAPSHOT_TOKENS // block_size) * block_size
+        self._first, self._num = layout.num_slots, layout.num_snapshots
+        self._free = list(range(self._first + self._num - 1, self._first - 1, -1))
+        self._cached: OrderedDict[int, int] = OrderedDict()  # number of an entry -> place; the least recent first
+        self._arriving: set[int] = set()  # places that granted steps write
+
+    def __len__(self) -> int:
+        """Snapshots from which sequences can go on."""
+        return len(self._cached)
+
+    # -- lookup
+
+    def num_usable(self, numbers: Sequence[int]) -> int:
+        """The most first entries of a chain with a snapshot behind them."""
+        return next((count for count in range(len(numbers), 0, -1) if numbers[count - 1] in self._cached), 0)
+
+    def place(self, number: int) -> int:
+        """The place of the snapshot behind an entry, which is used now."""
+        self._cached.move_to_end(number)
+        return self._cached[number]
+
+    # -- taking
+
+    def cut(self, starts: Ints, granted: Ints, num_known: Ints) -> Ints:
+        """`granted` [R] tokens, or fewer where a row from `starts` on would pass the position of a snapshot.
+
+        `num_known` [R] are the tokens with which the rows' sequences started. Returns `granted` itself if none is cut.
+        """
+        last = (num_known - 1) // self._block_size * self._block_size
+        stops = np.minimum((starts // self._every + 1) * self._every, last)
+        found: Ints = np.where(starts < stops, np.minimum(granted, stops - starts), granted).astype(granted.dtype)
+        return granted if np.array_equal(found, granted) else found
+
+    def is_due(self, end: int, num_known: int) -> bool:
+        """Whether a step that ends at `end` takes a snapshot of a sequence that started with `num_known` tokens."""
+        last = (num_known - 1) // self._block_size * self._block_size
+        return 0 < end <= last and (end == last or end % self._every == 0)
+
+    def take(self) -> int | None:
+        """A place that a granted step writes; None if steps in flight write all of them."""
+        if not self._free:
+            if not self._cached:
+                return None
+            self._free.append(self._cached.popitem(last=False)[1])
+        place = self._free.pop()
+        self._arriving.add(place)
+        return place
+
+    def publish(self, place: int, number: int) -> None:
+        """The step that writes `place` is done: it holds the state behind an entry. Of two such the first is kept."""
+        if number in self._cached:
+            return self.give_back(place)
+        self._arriving.remove(place)
+        self._cached[number] = place
+
+    def give_back(self, place: int) -> None:
+        """The step that writes `place` is over, and what it holds is of no use."""
+        self._arriving.remove(place)
+        self._free.append(place)
+
+    # -- forgetting
+
+    def clear(self) -> None:
+        """Forgets all snapshots but those that steps in flight write."""
+        self._free.extend(self._cached.values())
+        self._cached.clear()
+
+    def drop_all(self) -> None:
+        """After a crash: forgets all, also those that steps in flight write."""
+        self.clear()
+        self._free.extend(sorted(self._arriving))
+        self._arriving.clear()
+
+    def check(self) -> None:
+        """Raises AssertionError unless each place is in one state."""
+        places = sorted([*self._free, *self._cached.values(), *self._arriving])
+        assert places == list(range(self._first, self._first + self._num)), f"snapshots are at {places}"

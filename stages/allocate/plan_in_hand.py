@@ -32,6 +32,7 @@ class ReusedPrefix:
     is_swapped: bool  # True: the host blocks are its own; False: the prefix cache's
     source: int | None = None  # a device block from which the remaining tokens are copied
     more: tuple[KindMatch, ...] = ()  # the same of the kinds of memory after the first
+    snapshot: int | None = None  # place of the recurrent state to go on with; None: it has none, or it is swapped
 
     @property
     def num_whole(self) -> int:

@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...kernels.layout.state_layout import StateLayout
 from ..messages import Ints
 from .key_changes import KeyChanges
-from .kind_index import KindIndex, num_usable
+from .kind_index import KindIndex, StateSnapshots, num_usable
 from .offload_policy import is_sampled
 from .partial_blocks import TOKEN_BYTES, Before, PartialBlocks
 from .plan_in_hand import KindMatch
@@ -104,15 +105,23 @@ class PrefixMatch(NamedTuple):
     source: int | None  # a device block whose first `num_forked` tokens come next, to be copied
     num_forked: int  # less than a block of tokens
     more: tuple[KindMatch, ...] = ()  # of the kinds from 1 on
+    snapshot: int | None = None  # place of the recurrent state behind these tokens
 
 
 class PrefixCache:
     """Looks up and adds the blocks of prompts and answers, block by block.
 
     `secret` makes keys differ between processes, so that clients cannot search for collisions. `digest` is for tests.
+    `states`: of a model with recurrent layers, where a prefix is found only as far as there is a snapshot behind it.
     """
 
-    def __init__(self, block_size: int, secret: bytes = b"", digest: Digest | None = None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        secret: bytes = b"",
+        digest: Digest | None = None,
+        states: StateLayout | None = None,
+    ) -> None:
         self.block_size = block_size
         self._block_bytes = TOKEN_BYTES * block_size
         self.min_tokens_to_wait_for = MIN_TOKENS_TO_WAIT_FOR
@@ -126,6 +135,7 @@ class PrefixCache:
         self._device, self._host = _Tier(), _Tier()
         self.partial_blocks = PartialBlocks()  # all device blocks by their first tokens, partly filled ones included
         self.kinds: Sequence[KindIndex] = ()  # from kind 1 on
+        self.snapshots = None if states is None else StateSnapshots(states, block_size)
         self._num_put = 0
         self._computing: dict[bytes, int] = {}  # key -> sequence that is computing the block
 
@@ -163,8 +173,8 @@ class PrefixCache:
         if self._host.entries:
             places, last = self._run(chain, self._host, len(blocks), last)
             chain.num_on_host = len(places)
-        if self.kinds:
-            return self._find_of_kinds(chain, blocks, places, may_fork=may_fork)
+        if self.kinds or self.snapshots is not None:
+            return self._find_of_kinds(chain, blocks, places, may_fork=may_fork and self.snapshots is None)
         source, chain.num_forked = (may_fork and self._fork(chain, last)) or (None, 0)
         return PrefixMatch(np.array(blocks, np.int32), np.array(places, np.int32), source, chain.num_forked)
 
@@ -174,10 +184,13 @@ class PrefixCache:
         chain.num_forked = 0
 
     def _find_of_kinds(self, chain: BlockChain, blocks: list[int], places: list[int], *, may_fork: bool) -> PrefixMatch:
-        """Cuts a match of kind 0 to the longest one that every kind has, and repositions the chain after it."""
+        """Cuts a match of kind 0 to the longest one that every kind has, and repositions the chain after it.
+
+        With recurrent layers, to the longest one with a snapshot.
+        """
         numbers = [self._device.entries[block][3] for block in blocks]
         numbers += [self._host.entries[place][3] for place in places]
-        del numbers[num_usable(self.kinds, numbers) :]
+        snapshot = self._cut(numbers)
         blocks, places = blocks[: len(numbers)], places[: max(0, len(numbers) - len(blocks))]
         chain.num_blocks, chain.num_on_host = len(blocks), len(places)
         chain.last = numbers[len(blocks) - 1] if blocks else chain.salt
@@ -187,7 +200,17 @@ class PrefixCache:
             source, chain.num_forked, sources = None, 0, [None] * len(sources)
         more = tuple(index.match(numbers, each) for index, each in zip(self.kinds, sources, strict=True))
         arrays = np.array(blocks, np.int32), np.array(places, np.int32)
-        return PrefixMatch(*arrays, source, chain.num_forked, more)
+        return PrefixMatch(*arrays, source, chain.num_forked, more, snapshot)
+
+    def _cut(self, numbers: list[int]) -> int | None:
+        """Cuts the entries of a match to those that every kind has. Returns the place of the snapshot behind them."""
+        del numbers[num_usable(self.kinds, numbers) :]
+        if self.snapshots is None:
+            return None
+        while (count := self.snapshots.num_usable(numbers)) < len(numbers):
+            del numbers[count:]
+            del numbers[num_usable(self.kinds, numbers) :]  # a window may have passed the blocks before
+        return self.snapshots.place(numbers[-1]) if numbers else None
 
     def _source_of(self, index: KindIndex, block: int) -> int | None:
         """A kind's block with the tokens of block `block` of kind 0; None if it has none."""
@@ -377,6 +400,8 @@ class PrefixCache:
         self._computing.clear()
         for index in self.kinds:
             index.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def known_blocks(self) -> list[tuple[int, Before, int]]:
         """Each full block on the device, its predecessor (a number, or the salt of a first block) and its number."""
@@ -403,6 +428,8 @@ class PrefixCache:
         assert len(self.partial_blocks.tails) <= self.partial_blocks.most_tails, "there are too many tails"
         for index in self.kinds:
             index.check(set(keys), set(self.partial_blocks.tails))
+        if self.snapshots is not None:
+            self.snapshots.check()
 
     def _check_tier(self, tier: _Tier, keys: dict[int, bytes]) -> None:
         assert len(tier.blocks) == len(tier.entries), "a block has no key, or a key has no block"

@@ -16,7 +16,7 @@ from ...kernels.layout.kv_layout import KVKind
 from ..messages import Bools, Indices, Ints, Started, StepDone, StepPlan
 from .block_pool import BlockPool
 from .block_tables import BlockTables, WindowTables
-from .kind_index import KindIndex
+from .kind_index import KindIndex, StateSnapshots
 from .plan_in_hand import PlanInHand
 from .prefix_cache import BlockChain, PrefixCache, PrefixMatch
 
@@ -30,6 +30,7 @@ class _Prefill:
 
     step: int
     rows: list[tuple[int, BlockChain, int]]  # (slot, chain, position after the last token)
+    snapshots: dict[int, int]  # slot -> the place where it leaves the state behind its row
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +66,8 @@ class PrefixPublisher:
     published at every step, as continuations from the middle of an answer are unlikely.
 
     No sequence waits for a tail that is being computed. A tail is published with the blocks before it, in the same
-    step; alone it is shorter than `min_tokens_to_wait_for`.
+    step; alone it is shorter than `min_tokens_to_wait_for`. With recurrent layers there are no tails, as only whole
+    blocks have a snapshot behind them.
     """
 
     def __init__(self, cache: PrefixCache, pool: BlockPool, tables: BlockTables) -> None:
@@ -178,16 +180,26 @@ class PrefixPublisher:
         self._chains = [None] * len(self._chains)
         self._sequence_ids[:] = -1
         self._prefills.clear()
+        if self.cache.snapshots is not None:
+            self.cache.snapshots.drop_all()
         self._unread.clear()
         self._num_unread = self._most_unread = 0
         self.cache.clear()
 
     # -- steps
 
-    def note_grant(self, step: int, slots: Indices, starts: Ints, ends: Ints, found: Ints) -> None:
+    def end_at_snapshots(self, slots: Indices, granted: Ints) -> Ints:
+        """`granted` [R], or fewer tokens where a row would pass the position of a snapshot; itself without any."""
+        snapshots = self.cache.snapshots
+        if snapshots is None:
+            return granted
+        return snapshots.cut(self._tables.num_tokens[slots], granted, self._num_known[slots])
+
+    def note_grant(self, step: int, slots: Indices, starts: Ints, ends: Ints, found: Ints) -> dict[int, int]:
         """Records a granted step.
 
-        Row i computes positions `starts[i]` to `ends[i]`; `found[i]` were just found.
+        Row i computes positions `starts[i]` to `ends[i]`; `found[i]` were just found. Returns the places of the
+        snapshots that the step takes, by slot.
         """
         rows = (starts < self._num_known[slots]).nonzero()[0].tolist()
         prefill = [(int(slots[row]), self._chain(int(slots[row])), int(ends[row])) for row in rows]
@@ -196,14 +208,42 @@ class PrefixPublisher:
                 self.cache.note_hits(chain)
                 self._num_begun[slots[row]] = starts[row]
             self.cache.begin(chain, end)
+        snapshots = {} if self.cache.snapshots is None else self._take_snapshots(self.cache.snapshots, prefill)
         if prefill:
-            self._prefills.append(_Prefill(step, prefill))
+            self._prefills.append(_Prefill(step, prefill, snapshots))
+        return snapshots
+
+    def _take_snapshots(self, snapshots: StateSnapshots, rows: list[tuple[int, BlockChain, int]]) -> dict[int, int]:
+        taken = {}
+        for slot, chain, end in rows:
+            if not chain.is_cut and snapshots.is_due(end, int(self._num_known[slot])):
+                place = snapshots.take()
+                if place is not None:
+                    taken[slot] = place
+        return taken
+
+    def _put_snapshot(self, prefill: _Prefill, slot: int, chain: BlockChain, end: int) -> None:
+        """Publishes the snapshot of a row, whose step is done and its blocks in the cache."""
+        place, snapshots = prefill.snapshots.pop(slot, None), self.cache.snapshots
+        if place is None or snapshots is None:
+            return
+        if not chain.is_cut and chain.num_blocks * self._tables.block_size == end and isinstance(chain.last, int):
+            snapshots.publish(place, chain.last)
+        else:
+            snapshots.give_back(place)
+
+    def _give_back_snapshots(self, prefill: _Prefill) -> None:
+        """Those of a step that was void, or whose sequences have lost their blocks since."""
+        for place in prefill.snapshots.values():
+            assert self.cache.snapshots is not None
+            self.cache.snapshots.give_back(place)
 
     def complete_steps(self, plan: StepPlan) -> None:
         """Publishes the blocks filled by the steps completed since the last plan."""
         while self._prefills and self._prefills[0].step <= plan.completed_step:
             prefill = self._prefills.popleft()
             if prefill.step in plan.voided:
+                self._give_back_snapshots(prefill)
                 continue
             for slot, chain, end in prefill.rows:
                 if self._chains[slot] is chain:
@@ -212,9 +252,11 @@ class PrefixPublisher:
                         self._put_prefilled(slot, chain, num_full)
                     else:
                         self._put_known(slot, chain, num_full)
+                    self._put_snapshot(prefill, slot, chain, end)
                     if end == self._num_known[slot]:
                         self._num_completed[slot] = end
                         self._put_tail(slot, chain)
+            self._give_back_snapshots(prefill)
         is_steady = not (plan.started or plan.ended or plan.preempted or plan.dropped)
         for done in plan.settled:
             if self._most_unread + done.most_tokens > self._tables.block_size:
@@ -301,7 +343,7 @@ class PrefixPublisher:
     def _put_tail(self, slot: int, chain: BlockChain) -> None:
         """Publishes the tokens in the last, partly filled block of a sequence."""
         place, count = divmod(int(self._num_completed[slot]), self._tables.block_size)
-        if not count or place != chain.num_blocks:
+        if not count or place != chain.num_blocks or self.cache.snapshots is not None:
             return
         if any(place < kind.firsts[slot] for kind in self.kinds):
             return  # a window has passed the tail, and its block may be another's

@@ -230,7 +230,7 @@ class SlotBlocks:
                 self.publisher.find_nothing(slot)
         if found is None:
             return None
-        shared, places, source, num_forked, more = found
+        shared, places, source, num_forked, more, snapshot = found
         num_found = (len(shared) + len(places)) * self.pool.block_size + num_forked
         if num_swapped > num_found:
             assert self.host is not None
@@ -243,7 +243,7 @@ class SlotBlocks:
                 for each, blocks in zip(self.more, self.host.more_blocks(sequence_id), strict=True)
             )
             return ReusedPrefix(num_swapped, shared, own[len(shared) :], is_swapped=True, more=more)
-        return ReusedPrefix(num_found, shared, places, is_swapped=False, source=source, more=more)
+        return ReusedPrefix(num_found, shared, places, is_swapped=False, source=source, more=more, snapshot=snapshot)
 
     def detach(self, hand: PlanInHand, row: int) -> None:
         """Undoes `attach`: all that the row wants remains to be computed."""
@@ -382,6 +382,19 @@ class SlotBlocks:
             hand.copies.append(copy)
             for each in self.more:
                 self._fork_more(hand, each)
+
+    def restore_states(self, hand: PlanInHand) -> None:
+        """Collects the copies of snapshots for the sequences that start in the plan behind cached prefixes."""
+        found = {slot: each.snapshot for slot, each in hand.begun.items() if each.snapshot is not None}
+        if found:
+            arrays = np.array(list(found.values()), np.int32), np.array(list(found), np.int32)
+            hand.copies.append(BlockCopy(Direction.FORK, *arrays, STATES))
+
+    def save_states(self, hand: PlanInHand, places: dict[int, int]) -> None:
+        """Collects the copies of the states behind the plan's rows to snapshots, `places` by slot."""
+        if places:
+            arrays = np.array(list(places), np.int32), np.array(list(places.values()), np.int32)
+            hand.copies.append(BlockCopy(Direction.SAVE, *arrays, STATES))
 
     def _fork_more(self, hand: PlanInHand, each: KindBlocks) -> None:
         """The same for a kind after kind 0: a block that is copied is copied in every kind."""

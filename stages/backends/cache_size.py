@@ -40,10 +40,12 @@ class MemoryNeeds:
     graphs: int = 0  # on a GPU: memory of captured CUDA graphs
     adapters: int = 0  # device slots of LoRA adapters
     recurrent: int = 0  # states of recurrent layers, of all slots
+    snapshots: int = 0  # the same, of cached prefixes
 
     def of_device(self) -> int:
         """The bytes on the device: all but `sampler`."""
         rest = self.activations + self.logits + self.graphs + self.adapters + self.recurrent
+        rest += self.snapshots
         return self.other + self.weights + self.state + rest
 
 
@@ -143,8 +145,10 @@ class CacheSizing:
     def _available_bytes(self, max_model_len: int) -> int:
         """Bytes for a cache whose size is not configured; negative if the other needs do not fit."""
         swap_bytes = self.host_blocks * self.bytes_per_block if self.machine.is_host else 0
-        left = self.machine.budget_bytes - self.needs_of(max_model_len).of_device() - swap_bytes
-        return left if self.machine.cache_cap_bytes is None else min(left, self.machine.cache_cap_bytes)
+        needs = self.needs_of(max_model_len)
+        left = self.machine.budget_bytes - needs.of_device() - swap_bytes
+        cap = self.machine.cache_cap_bytes
+        return left if cap is None else min(left, cap - needs.snapshots)
 
     def _rows(self, max_model_len: int) -> tuple[MemoryUse, ...]:
         config, needs, is_host = self.config, self.needs_of(max_model_len), self.machine.is_host
@@ -169,6 +173,11 @@ class CacheSizing:
             each = human(needs.recurrent // config.max_num_seqs)
             about = f"recurrent layers' state of {config.max_num_seqs} sequences, {each} each"
             rows.insert(1, MemoryUse("recurrent", needs.recurrent, about))
+        if needs.snapshots:
+            count = needs.snapshots * config.max_num_seqs // needs.recurrent
+            rows.insert(
+                2, MemoryUse("snapshots", needs.snapshots, f"recurrent layers' state of {count} cached prefixes")
+            )
         if not is_host:
             rows.append(MemoryUse("other", needs.other, "driver, kernels' code, other processes"))
             rows.append(MemoryUse("sampler", needs.sampler, "its tables and what it sorts", "host"))

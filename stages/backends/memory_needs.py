@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from ...kernels.layout.kv_layout import KVLayout
 from ...kernels.layout.sampling_rows import WIDTH
+from ...kernels.layout.state_layout import StateLayout
 from ...kernels.layout.step_state import STATE_WIDTH
 from ...model.decoder.rope import tables_bytes
 from ...model.kv_kinds import kv_layout
@@ -47,12 +48,12 @@ def sizing_on_cpu(
     host_blocks: int = 0,
     adapters: int = 0,
     runs_kinds: bool = False,
-    recurrent: int = 0,
+    states: StateLayout | None = None,
 ) -> CacheSizing:
     """The `CacheSizing` of a model on a CPU.
 
-    `weights`, `bytes_per_block`, `adapters`, the slots of LoRA adapters, and `recurrent`, the states of all slots, are
-    in bytes. Called when `weights` and tables for `num_positions` positions are in memory, and the cache is not yet.
+    `weights`, `bytes_per_block` and `adapters`, the slots of LoRA adapters, are in bytes; `states` are of recurrent
+    layers. Called when `weights` and tables for `num_positions` positions are in memory, and the cache is not yet.
     `activations(length)` is the need in bytes of the largest step with sequences of up to that length.
     `runs_kinds`: of the decoder.
     """
@@ -69,7 +70,8 @@ def sizing_on_cpu(
             activations=activations(length),
             logits=logits,
             adapters=adapters,
-            recurrent=recurrent,
+            recurrent=0 if states is None else states.num_slots * states.state_bytes,
+            snapshots=0 if states is None else states.num_snapshots * states.state_bytes,
         )
 
     machine = MachineMemory(

@@ -12,6 +12,7 @@ from ..memory_table import human
 from .cache_size import CPU_SHARE
 
 STATE_SHARE = CPU_SHARE / 2  # of free memory, at most, for the states of running sequences
+SNAPSHOT_SHARE = 0.2  # of the memory for the cache, for states of cached prefixes
 log = get_logger("millrace.stages")
 
 
@@ -57,3 +58,20 @@ def within_state_memory(config: EngineConfig, shape: DecoderSpec, item_size: int
     needs = f"{asked} need {human(asked * each)}"
     log.warning("max_num_seqs.lowered", asked=asked, used=most, state=f"{total}; {needs}")
     return replace(config, max_num_seqs=most)
+
+
+def num_snapshots(config: EngineConfig, state_bytes: int, block_bytes: int, free_bytes: int, max_model_len: int) -> int:
+    """How many states of cached prefixes are kept: as many as `state_cache_bytes` holds, or a fifth of the cache.
+
+    At most one for each block of all sequences that run at once. `free_bytes`: memory beside what is in use.
+    """
+    if not config.enable_prefix_caching:
+        return 0
+    num_blocks = -(-max_model_len // config.block_size) * config.max_num_seqs
+    if config.num_gpu_blocks is not None:
+        num_blocks = config.num_gpu_blocks
+        cache_bytes = num_blocks * block_bytes
+    else:
+        cache_bytes = int(free_bytes * CPU_SHARE) if config.kv_cache_bytes is None else config.kv_cache_bytes
+    share = int(cache_bytes * SNAPSHOT_SHARE) if config.state_cache_bytes is None else config.state_cache_bytes
+    return min(num_blocks, share // state_bytes)

@@ -231,8 +231,8 @@ class CoreStages:
         self, config: EngineConfig, loaded: LoadedModel, device: Device, secret: bytes = b"", first_step: int = 0
     ) -> None:
         info = loaded.info
-        if info.states is not None and config.enable_prefix_caching:
-            log.info("prefix_cache.off", reason=f"{info.family}: its recurrent layers keep no state of shared prefixes")
+        if info.states is not None and config.enable_prefix_caching and not info.states.num_snapshots:
+            log.info("prefix_cache.off", reason=f"{info.family}: state_cache_bytes has no room for a recurrent state")
         config = with_states(config, info)
         self.loaded = loaded
         self.schedule = Schedule(
@@ -243,7 +243,8 @@ class CoreStages:
         )
         layout = info.kv_layout
         keeps_all = layout is None or layout.kinds[0].window is None  # else no kind has whole beginnings of sequences
-        cache = PrefixCache(info.block_size, secret) if config.enable_prefix_caching and keeps_all else None
+        make_cache = partial(PrefixCache, info.block_size, secret, states=info.states)
+        cache = make_cache() if config.enable_prefix_caching and keeps_all else None
         num_host_blocks = info.num_host_blocks if keeps_all else 0
         host = HostTier.of(num_host_blocks, info.block_size, info.num_more_host_blocks, layout, info.states)
         sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
@@ -272,10 +273,11 @@ class CoreStages:
 
 
 def with_states(config: EngineConfig, info: ModelInfo) -> EngineConfig:
-    """The settings as a model with recurrent layers has them: fewer sequences, and no prefix cache."""
+    """The settings as a model with recurrent layers has them: perhaps fewer sequences, and no prefix cache."""
     if info.states is None:
         return config
-    return replace(config, max_num_seqs=info.states.num_slots, enable_prefix_caching=False)
+    has_cache = config.enable_prefix_caching and info.states.num_snapshots > 0
+    return replace(config, max_num_seqs=info.states.num_slots, enable_prefix_caching=has_cache)
 
 
 class EngineStages(TextStages):

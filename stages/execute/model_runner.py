@@ -39,12 +39,13 @@ class KVCacheProtocol(Protocol):
 class StatesProtocol(Protocol):
     """What a runner needs of the states of recurrent layers: copies of whole states, in all layers.
 
-    Slots and places are [C] i64 on the host.
+    Slots and places are [C] i64 on the host. Behind the slots are snapshots.
     """
 
     layout: StateLayout
 
     def make_host_states(self) -> Any: ...
+    def copy(self, sources: Longs, destinations: Longs) -> None: ...
     def copy_out(self, slots: Longs, host: Any, places: Longs) -> None: ...
     def copy_in(self, host: Any, places: Longs, slots: Longs) -> None: ...
 
@@ -137,8 +138,13 @@ class ModelRunner:
         if grant.copies:
             with self._arrays.inference():
                 for copy in grant.copies:
-                    self._copy(copy)
-        return self.compute(grant)
+                    if copy.direction is not Direction.SAVE:
+                        self._copy(copy)
+        found = self.compute(grant)
+        if grant.copies and grant.copies[-1].direction is Direction.SAVE:  # the last one, if any
+            with self._arrays.inference():
+                self._copy(grant.copies[-1])
+        return found
 
     def compute(self, grant: StepGrant) -> Array | LogitsWithPrompts:
         """As `forward`, after `apply_updates` and the step's copies."""
@@ -192,6 +198,8 @@ class ModelRunner:
         assert self.states is not None, "states are copied, and the decoder has no recurrent layers"
         if direction is Direction.OUT:
             self.states.copy_out(sources, self._host_states, destinations)
+        elif direction in (Direction.FORK, Direction.SAVE):
+            self.states.copy(sources, destinations)
         else:
             self.states.copy_in(self._host_states, sources, destinations)
 

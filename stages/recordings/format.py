@@ -355,6 +355,7 @@ def _read_states(values: Any) -> StateLayout:
         state_bytes=given.whole("state_bytes", 1, MAX_BYTES),
         num_slots=given.whole("num_slots", 1, 2**16),
         num_on_host=given.whole("num_on_host", 0, 2**16),
+        num_snapshots=given.whole("num_snapshots", 0, 2**24),
         num_blocks=given.number("num_blocks"),
     )
 

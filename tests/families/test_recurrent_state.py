@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.families.registry import read_spec
 from millrace.stages import LLM, EngineConfig, SamplingParams
-from millrace.stages.backends.recurrent_settings import within_state_memory
+from millrace.stages.backends.recurrent_settings import num_snapshots, within_state_memory
 from millrace.stages.errors import ConfigError
 from tests.families.ways import BLOCK_SIZE
 from tests.families.zoo import Entry, Zoo, chosen
@@ -47,6 +48,16 @@ def answers(llm: LLM, entry: Entry, **options: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def cached_tokens(llm: LLM, entry: Entry) -> list[int]:
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    return [each.num_cached_tokens for each in llm.generate([one.prompt for one in entry.answers], params)]
+
+
+def forget_prefixes(llm: LLM) -> None:
+    allocate: Any = llm.engine.pipeline.stages["allocate"]
+    allocate.reset_prefix_cache()
+
+
 def wanted(entry: Entry) -> list[list[int]]:
     return [one.token_ids for one in entry.answers]
 
@@ -75,15 +86,20 @@ def test_steps_that_fail_behind_their_layers_change_no_answer(
             failed.append(number)
             raise RuntimeError("planted")
 
+    forget_prefixes(llm)
     patch_steps(monkeypatch, fail)
     assert answers(llm, entry) == wanted(entry)
     assert failed == list(failing)
+    monkeypatch.undo()
+    assert answers(llm, entry) == wanted(entry), "behind the prefixes that are cached now"
+    assert cached_tokens(llm, entry) == [4, 40]
 
 
 @pytest.mark.slow
 def test_a_prompt_aborted_midway_and_sent_again_has_the_same_answer(
     llm: LLM, entry: Entry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    forget_prefixes(llm)
     patch_steps(monkeypatch, lambda number: number == 1 and llm._loop.call_soon_threadsafe(llm.engine.abort, "mine"))
 
     async def abort() -> list[Any]:
@@ -92,6 +108,7 @@ def test_a_prompt_aborted_midway_and_sent_again_has_the_same_answer(
 
     assert llm._run(abort())[-1].outputs[0].finish_reason == "abort"
     monkeypatch.undo()
+    assert answers(llm, entry) == wanted(entry)
     assert answers(llm, entry) == wanted(entry)
 
 
@@ -102,6 +119,29 @@ def test_steps_in_flight_behind_a_stop_harm_no_sequence_that_takes_the_slot(llm:
         cut = answers(llm, entry, stop_token_ids=[stop])
         assert cut[0] == first[: first.index(stop) + 1]
         assert answers(llm, entry) == wanted(entry)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-next-dense", "lfm2", "granite-hybrid-dense", "bamba", "nemotron-h"])
+def test_choices_share_the_state_of_their_prompt_also_when_swapped_and_cached(
+    tmp_path: Path, entry: Entry, name: str
+) -> None:
+    other = Zoo(tmp_path, NUM_NEW, LENGTHS).entry(chosen([name])[0])
+    few = {"num_gpu_blocks": 26, "num_cpu_blocks": 256, "max_num_batched_tokens": 48, "state_cache_bytes": 2**18}
+    with LLM(str(other.folder), **{**SETTINGS, **few}) as llm:
+        params = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, n=3)
+        for num_round in range(2):
+            outputs = llm.generate([one.prompt for one in other.answers], params, use_tqdm=False)
+            for output, tokens in zip(outputs, wanted(other), strict=True):
+                assert [list(choice.token_ids) for choice in output.outputs] == [tokens] * 3, f"round {num_round}"
+        assert any(output.num_cached_tokens for output in outputs)
+
+
+@pytest.mark.slow
+def test_a_prefix_without_room_for_its_state_is_computed_again(entry: Entry) -> None:
+    with LLM(str(entry.folder), **SETTINGS, state_cache_bytes=0) as llm:
+        assert answers(llm, entry) == answers(llm, entry) == wanted(entry)
+        assert cached_tokens(llm, entry) == [0, 0]
 
 
 @pytest.mark.slow
@@ -127,6 +167,26 @@ def test_the_memory_table_counts_the_states_of_all_slots(llm: LLM, entry: Entry)
     spec = read_spec(entry.folder)
     assert llm.info.states.state_bytes == spec.state_bytes(4) == 2 * 4 * (4 * 8 * 8 + 3 * 64)
     assert llm.info.memory.row("recurrent").num_bytes == 4 * llm.info.states.state_bytes
+
+
+def test_the_memory_table_counts_the_states_of_cached_prefixes(llm: LLM, entry: Entry) -> None:
+    assert llm.info.memory is not None and llm.info.states is not None
+    states, memory = llm.info.states, llm.info.memory
+    fifth = 256 * memory.bytes_per_block // 5
+    assert states.num_snapshots == min(256, fifth // states.state_bytes) > 0
+    assert memory.row("snapshots").num_bytes == states.num_snapshots * states.state_bytes
+
+
+def test_states_of_cached_prefixes_take_what_is_set_or_a_fifth_of_the_cache() -> None:
+    def most(**settings: Any) -> int:
+        return num_snapshots(EngineConfig(block_size=16, max_num_seqs=4, **settings), 1000, 100, 400_000, 160)
+
+    assert most() == 20  # a fifth of a quarter of what is free
+    assert most(kv_cache_bytes=50_000) == 10
+    assert most(num_gpu_blocks=100) == 2
+    assert most(state_cache_bytes=7999) == 7
+    assert most(state_cache_bytes=10**9) == 40, "four sequences of ten blocks"
+    assert most(state_cache_bytes=0) == most(enable_prefix_caching=False) == 0
 
 
 def test_fewer_sequences_run_at_once_where_their_states_need_more_memory(entry: Entry) -> None:

@@ -38,8 +38,6 @@ class Way:
 
 
 def _was_cached(llm: LLM, outputs: Sequence[Any]) -> str:
-    if llm.info.states is not None:
-        return ""  # its recurrent layers keep no state of shared prefixes
     return "" if sum(output.num_cached_tokens for output in outputs) else "no prompt was found in the cache"
 
 

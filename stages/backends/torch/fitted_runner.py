@@ -40,6 +40,7 @@ from ..memory_needs import (
     slot_bytes,
 )
 from ..rates import largest_grant
+from ..recurrent_settings import num_snapshots
 from .kv_dtype import kv_dtype_of, kv_scales_of
 from .leading import LeadingAdapters, LeadingDecoder
 
@@ -73,12 +74,14 @@ def fit_runner(
     host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, decoder.device.type)
     pool_blocks, states = host_blocks, None  # as many as the memory of the host pool holds
     if shape.recurrent_layers:
-        states = StateLayout(shape.state_bytes(decoder.dtype.itemsize), config.max_num_seqs)
+        each, free = shape.state_bytes(decoder.dtype.itemsize), free_host_share(config)
+        snapshots = num_snapshots(config, each, bytes_per_block, free, max_model_len)
+        states = StateLayout(each, config.max_num_seqs, num_snapshots=snapshots)
         states, host_blocks = states.with_host(pool_blocks * bytes_per_block, bytes_per_block)
         if pool_blocks and not host_blocks:
             pool_blocks = 0
             log.info("swap.off", reason=f"{shape.family}: the pool for swapped sequences is too small for a state")
-    memory = _sizing(config, shape, decoder, max_model_len, pool_blocks, is_async=is_async).plan(max_model_len)
+    memory = _sizing(config, shape, decoder, max_model_len, pool_blocks, states, is_async=is_async).plan(max_model_len)
     if memory.max_model_len < max_model_len:
         decoder = make_decoder(max_positions=memory.max_model_len)
     sizes = (memory.num_blocks, memory.max_model_len, by_kind := host_blocks_by_kind(memory, host_blocks))
@@ -147,6 +150,7 @@ def _sizing(
     decoder: TorchDecoder,
     max_model_len: int,
     host_blocks: int,
+    states: StateLayout | None,
     *,
     is_async: bool,
 ) -> CacheSizing:
@@ -170,7 +174,7 @@ def _sizing(
             host_blocks=host_blocks,
             adapters=_adapter_bytes(config, shape, decoder) * size,
             runs_kinds=decoder.runs_kinds,
-            recurrent=config.max_num_seqs * shape.state_bytes(decoder.dtype.itemsize),
+            states=states,
         )
     return _sizing_on_gpu(config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks, is_async)
 

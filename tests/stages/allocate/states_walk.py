@@ -3,7 +3,9 @@
     python -m tests.stages.allocate.states_walk --steps 100000
 
 The state in a slot is the mark of the last token that it has read. A row that goes on must find the mark of the token
-before it, whether that was computed in the slot or copied into it.
+before it, whether that was computed in the slot or copied into it, from the host or from a snapshot.
+
+    S1  each snapshot holds the state behind its entry's tokens
 """
 
 from __future__ import annotations
@@ -15,23 +17,28 @@ from dataclasses import replace
 from millrace.kernels.layout.state_layout import StateLayout
 from millrace.stages.allocate.allocator import Allocator
 from millrace.stages.allocate.host_tier import HostTier
+from millrace.stages.allocate.prefix_cache import PrefixCache
 from millrace.stages.messages import STATES, Direction
 from tests.stages.allocate.cached_kinds_walk import ACTIONS, ACTIONS_OF_A_WALK, CachedWalk
 from tests.stages.allocate.kinds_walk import NUM_SLOTS, POISON, Mark, Step, run_walks
 
 
 class StatesWalk(CachedWalk):
-    """As `CachedWalk`, without drafts; `states` are by slot, `host_states` by place."""
+    """As `CachedWalk`, without drafts; `states` are by slot, snapshots behind them, and `host_states` by place."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         dice, layout = self.dice, self.layout
         self.scheduler.chance = 0.0
-        states = StateLayout(64, NUM_SLOTS, dice.randint(1, NUM_SLOTS), 2.0)
+        states = StateLayout(64, NUM_SLOTS, dice.randint(1, NUM_SLOTS), dice.randint(1, 12), 2.0)
         sizes = [dice.randint(1, 2 * self.longest // self.size) for _ in self.kinds]
         host = HostTier(sizes[0], self.size, None, sizes[1:], [2.0] * (len(sizes) - 1), states)
         host = None if dice.random() < 0.2 else host
-        self.allocator = Allocator(layout.num_blocks[0], self.size, NUM_SLOTS, self.longest, None, host, layout)
+        cache = None if dice.random() < 0.1 else PrefixCache(self.size, states=states)
+        if cache is not None and cache.snapshots is not None:
+            cache.min_tokens_to_wait_for = 1
+            cache.snapshots._every = self.size * dice.choice((2, 1000))
+        self.allocator = Allocator(layout.num_blocks[0], self.size, NUM_SLOTS, self.longest, cache, host, layout)
         self.states: dict[int, Mark] = {}
         self.host_states: dict[int, Mark] = {}
 
@@ -45,6 +52,7 @@ class StatesWalk(CachedWalk):
                     f"step {step.grant.step}: slot {row.slot} goes on at {row.start} with the state behind {found}"
                 )
             self.states[row.slot] = marks[row.end - 1]
+        self._copy_states(step, is_after=True)
 
     def void(self) -> None:
         if self.flights:
@@ -54,13 +62,30 @@ class StatesWalk(CachedWalk):
     def _copy(self, step: Step, *, is_poison: bool = False) -> None:
         blocks = tuple(copy for copy in step.grant.copies if copy.kind != STATES)
         super()._copy(replace(step, grant=replace(step.grant, copies=blocks)), is_poison=is_poison)
+        self._copy_states(step, is_after=False, is_poison=is_poison)
+        if is_poison:
+            self._copy_states(step, is_after=True, is_poison=True)
+
+    def _copy_states(self, step: Step, *, is_after: bool, is_poison: bool = False) -> None:
         for copy in step.grant.copies:
-            if copy.kind == STATES:
+            if copy.kind == STATES and (copy.direction is Direction.SAVE) == is_after:
                 self.seen[f"{copy.direction.name.lower()} of states"] += 1
                 source = self.host_states if copy.direction is Direction.IN else self.states
                 destination = self.host_states if copy.direction is Direction.OUT else self.states
                 for a, b in zip(copy.sources.tolist(), copy.destinations.tolist(), strict=True):
                     destination[b] = POISON if is_poison else source.get(a, POISON)
+
+    def check(self) -> None:
+        super().check()
+        cache = self.allocator.cache
+        if cache is None or cache.snapshots is None:
+            return
+        entries = {number: block for block, _, number in cache.known_blocks()}
+        for number, place in cache.snapshots._cached.items():
+            if number in entries:
+                last = self.device[0].get((entries[number], self.size - 1))
+                assert self.states.get(place) == last, f"snapshot {place} is {self.states.get(place)}, not {last}"
+                self.seen["snapshots"] += 1
 
     def finish(self) -> None:
         super().finish()

@@ -412,7 +412,7 @@ def test_the_tail_behind_a_block_that_moved_to_the_host_is_found_behind_it():
     cache.put(chain, 10)
     tail(cache, chain, 11, 3)
     assert cache.move_out(10, 0) is None
-    blocks, places, source, num_forked, _ = cache.find(chain_of(cache, [1, 2, 3, 4], 1))
+    blocks, places, source, num_forked, _, _ = cache.find(chain_of(cache, [1, 2, 3, 4], 1))
     assert (blocks.tolist(), places.tolist(), source, num_forked) == ([], [0], 11, 1)
 
 

@@ -158,7 +158,7 @@ def test_engines_and_fronts_may_be_killed_in_turns_and_streams_lose_nothing(key:
             dying = [pool.submit(text_of, dies, number, 400) for number in range(8)]
             until(lambda: json.loads(a.page("/health")[1])["requests"] > 0)
             dies.process.kill()
-            until(lambda: json.loads(a.page("/health")[1])["fronts"] == 1, 2.0)
+            until(lambda: json.loads(a.page("/health")[1])["fronts"] == 1)
             assert [one.result() for one in ours] == due
             for one in dying:
                 one.exception()

@@ -21,12 +21,16 @@ def missing(spec: DecoderSpec, backend: Backend) -> list[str]:
             found.update(dict.fromkeys(_of_experts(layer.feed, backend)))
         if backend != "torch":
             found.update(dict.fromkeys(_of_torch_alone(layer)))
+            if spec.embedding.per_layer is not None:
+                found["inputs of each layer"] = None
         if isinstance(layer.mixer, AttentionSpec):
             found.update(dict.fromkeys(_of_kernels(layer.mixer, backend)))
     if not spec.attentions:
         found["decoders without any attention"] = None
-    if len({_sizes(attention) for attention in spec.attentions}) > 1:
+    if not spec.has_one_shape and backend != "torch":
         found["layers whose heads have different sizes"] = None
+    elif not spec.has_one_shape and len({_sizes(one) for one in spec.attentions if _sees_all(one)}) != 1:
+        found["layers whose heads have different sizes, of which not one size sees all keys"] = None
     found.update(dict.fromkeys(_of_longrope(spec)))
     if backend == "native" and not found:
         found.update(dict.fromkeys(_of_native_step(spec)))
@@ -35,6 +39,10 @@ def missing(spec: DecoderSpec, backend: Backend) -> list[str]:
 
 def _sizes(attention: AttentionSpec) -> tuple[int, ...]:
     return attention.num_heads, attention.num_kv_heads, attention.head_dim
+
+
+def _sees_all(attention: AttentionSpec) -> bool:
+    return attention.window is None and attention.chunk is None and attention.kv_of is None
 
 
 def _of_layer(layer: LayerSpec) -> Iterator[str]:
@@ -49,8 +57,8 @@ def _of_layer(layer: LayerSpec) -> Iterator[str]:
         yield from _of_attention(mixer)
     if layer.is_post_norm:
         yield "norms after the residual is added"
-    if layer.has_output_scale:
-        yield "a scale of the layer's output"
+    if layer.is_parallel and isinstance(layer.feed, MoeSpec) and layer.feed.own_norms is not None:
+        yield "norms of experts beside attention"
 
 
 def _of_experts(moe: MoeSpec, backend: Backend) -> Iterator[str]:
@@ -59,8 +67,6 @@ def _of_experts(moe: MoeSpec, backend: Backend) -> Iterator[str]:
         yield "experts"
     if moe.router.scales_input:
         yield "weights of experts that multiply their input"
-    if moe.router.input_norm is not None:
-        yield "a norm of what the router reads"
     if "xielu" in (feed.activation for feed in (moe.expert, moe.shared, moe.dense_beside) if feed is not None):
         yield "experts with the activation xielu"
 
@@ -76,17 +82,21 @@ def _of_torch_alone(layer: LayerSpec) -> Iterator[str]:
         yield "layers without a feed-forward network"
     if isinstance(mixer, AttentionSpec) and mixer.has_output_gate:
         yield "a gate of attention's output"
+    if isinstance(mixer, AttentionSpec) and mixer.v_norm is not None:
+        yield "a norm of values"
+    if isinstance(mixer, AttentionSpec) and mixer.is_k_v:
+        yield "keys that are values"
+    if isinstance(mixer, AttentionSpec) and mixer.kv_of is not None:
+        yield "keys and values shared between layers"
+    if layer.has_output_scale:
+        yield "a scale of the layer's output"
 
 
 def _of_attention(attention: AttentionSpec) -> Iterator[str]:
     if attention.value_dim not in (None, attention.head_dim):
         yield f"values of {attention.value_dim} numbers beside keys of {attention.head_dim}"
-    if attention.v_norm is not None:
-        yield "a norm of values"
-    if attention.is_k_v:
-        yield "keys that are values"
-    if attention.kv_of is not None:
-        yield "keys and values shared between layers"
+    if attention.v_norm is not None and attention.v_norm.weight != "none":
+        yield "a norm of values with a weight"
 
 
 def _of_longrope(spec: DecoderSpec) -> Iterator[str]:
@@ -130,5 +140,9 @@ def _of_native_experts(moe: MoeSpec) -> Iterator[str]:
         yield "shared experts beside another network"
     if moe.router.input_norm is not None:
         yield "a norm of what the router reads"
+    if moe.router.has_expert_scale:
+        yield "a scale of each expert"
+    if moe.own_norms is not None:
+        yield "norms of experts"
     if moe.expert.activation == "xielu":
         yield "experts with the activation xielu"

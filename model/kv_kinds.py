@@ -33,15 +33,14 @@ def kv_kinds(
 ) -> tuple[KVKind, ...]:
     """The kinds of a decoder, kind 0 first: the full kind if it has one, else the one with the largest window.
 
-    A window that no sequence of `max_model_len` tokens exceeds is full. Without `has_kinds`, of an executor with one
+    A window that no sequence of `max_model_len` tokens exceeds is full, unless layers of other sizes are: of several
+    kinds one is full. Without `has_kinds`, of an executor with one
     table a sequence, all layers are of one full kind and windows only mask. A layer that reads another's cache is of no
     kind, and neither is one without keys.
     """
-    groups: dict[_Shape, list[int]] = {}
-    for index, layer in enumerate(spec.layers):
-        mixer = layer.mixer
-        if isinstance(mixer, LatentSpec) or (isinstance(mixer, AttentionSpec) and mixer.kv_of is None):
-            groups.setdefault(_shape(mixer, block_bytes(mixer), max_model_len), []).append(index)
+    groups = _groups(spec, block_bytes, max_model_len)
+    if sum(shape[1] is None for shape in groups) > 1:
+        groups = _groups(spec, block_bytes, None)
     if not has_kinds and groups:
         groups = {_joined(list(groups)): sorted(layer for layers in groups.values() for layer in layers)}
     kinds = [
@@ -50,6 +49,16 @@ def kv_kinds(
     ]
     kinds.sort(key=lambda kind: (kind.window is not None, -(kind.window or 0), kind.layers))
     return tuple(kinds)
+
+
+def _groups(spec: DecoderSpec, block_bytes: BlockBytes, max_model_len: int | None) -> dict[_Shape, list[int]]:
+    """The layers that keep keys and values, by shape."""
+    groups: dict[_Shape, list[int]] = {}
+    for index, layer in enumerate(spec.layers):
+        mixer = layer.mixer
+        if isinstance(mixer, LatentSpec) or (isinstance(mixer, AttentionSpec) and mixer.kv_of is None):
+            groups.setdefault(_shape(mixer, block_bytes(mixer), max_model_len), []).append(index)
+    return groups
 
 
 def _shape(mixer: CachedMixer, num_bytes: int, max_model_len: int | None) -> _Shape:

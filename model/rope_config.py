@@ -11,7 +11,7 @@ from .config_keys import ConfigKeys
 from .errors import quoted
 
 MAX_POSITIONS = 2**31 - 1
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")  # that `parse_rope` reads
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_THETA = 1e30  # rotary positions are computed in float32
 
@@ -20,9 +20,10 @@ MAX_THETA = 1e30  # rotary positions are computed in float32
 class RopeConfig:
     """Rotary positions: `dim / 2` frequencies from `theta`, scaled by `kind`."""
 
-    kind: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
+    kind: str = "default"  # one of `KINDS`, or proportional
     theta: float = 10_000.0
     dim: int  # rotated elements of a head, from its start; even
+    num_turned: int = 0  # proportional: pairs that turn, the first ones; the others have the frequency 0
     factor: float = 1.0  # by which the context is stretched
     original_max_position: int  # context of the original training
     low_freq_factor: float = 1.0  # llama3

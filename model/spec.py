@@ -73,10 +73,16 @@ class AttentionSpec:
 
     @property
     def qkv_size(self) -> int:
-        """Columns of the fused projection."""
-        return (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * (
-            self.value_dim or self.head_dim
-        )
+        """Columns of the fused projection: queries, keys and values, as far as the layer has its own."""
+        if self.kv_of is not None:
+            return self.num_heads * self.head_dim
+        values = 0 if self.is_k_v else self.num_kv_heads * (self.value_dim or self.head_dim)
+        return (self.num_heads + self.num_kv_heads) * self.head_dim + values
+
+    @property
+    def cached_numbers(self) -> int:
+        """Numbers of a token that the layer keeps: its keys and values."""
+        return 0 if self.kv_of is not None else self.num_kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +172,7 @@ class RouterSpec:
     group_score: Literal["max", "top2"] = "max"  # best score of a group, or the sum of its best two
     scales_input: bool = False  # the weight multiplies the expert's input, instead of its output
     input_norm: NormSpec | None = None  # of what the router reads
+    has_expert_scale: bool = False  # each expert's weight is multiplied by a number of the checkpoint, at last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +186,9 @@ class MoeSpec:
     shared: FeedSpec | None = None  # computed for every token
     has_shared_gate: bool = False  # its output is multiplied by the sigmoid of a product of the input
     dense_beside: FeedSpec | None = None  # a network of its own beside the experts
+    # With a norm for each of the three: what the experts read, what they return, and what `dense_beside` returns. The
+    # router and the experts then read the residual, and `pre_feed` is of `dense_beside` alone. None = no such norms
+    own_norms: NormSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +220,21 @@ class LearnedPositions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerInputs:
+    """What each layer gets of a token besides the residual: x += norm(up(act(gate x) * input)), after its feed.
+
+    The input is (norm(W e) + table[token]) / sqrt(2), for the first residual e; table and W have a part a layer.
+    """
+
+    rows: int  # of the table
+    width: int  # numbers a layer
+    activation: Activation
+    norm: NormSpec  # of the projected residual, and with another weight of what is added
+    scale: float  # of the table; rounded to the dtype before use
+    projection_scale: float  # of W
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingSpec:
     """From token ids to the first residual."""
 
@@ -217,6 +242,7 @@ class EmbeddingSpec:
     scale: float = 1.0  # rounded to the dtype before use
     positions: LearnedPositions | None = None
     norm: NormSpec | None = None  # after the positions
+    per_layer: PerLayerInputs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +284,23 @@ class DecoderSpec:
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
-        """The layers that keep keys and values, by number."""
-        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionSpec))
+        """The layers that keep keys and values, by number; others may read the cache of one of them."""
+        return tuple(
+            index
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_of is None
+        )
+
+    @cached_property
+    def donors(self) -> dict[int, int]:
+        """The layers that read another layer's cache -> that layer, by number."""
+        mixers = enumerate(layer.mixer for layer in self.layers)
+        return {index: one.kv_of for index, one in mixers if isinstance(one, AttentionSpec) and one.kv_of is not None}
+
+    @cached_property
+    def cached_numbers(self) -> int:
+        """Numbers of a token that all layers keep: keys and values."""
+        return sum(attention.cached_numbers for attention in self.attentions)
 
     @cached_property
     def recurrent_layers(self) -> dict[int, RecurrentSpec]:
@@ -272,8 +313,13 @@ class DecoderSpec:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The attention whose sizes all layers share: they may differ in windows and positions only."""
+        """The first layer's that has one; `has_one_shape` says whether all layers have its sizes."""
         return self.attentions[0]
+
+    @cached_property
+    def has_one_shape(self) -> bool:
+        """Whether the heads of all layers have the same sizes, which `num_heads` and its neighbours are."""
+        return len({(one.num_heads, one.num_kv_heads, one.head_dim) for one in self.attentions}) <= 1
 
     @property
     def num_heads(self) -> int:

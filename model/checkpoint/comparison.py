@@ -43,7 +43,9 @@ def check_tensors(checkpoint: StoredTensors, sources: TensorSources, spec: Decod
             )
     ignored = []
     head, constants = f"{HEAD}.weight", _constants(checkpoint, family, spec)
-    for name in sorted(names - shapes.keys() - constants - {head}):  # a head that is not used is equal to the embedding
+    for name in sorted(
+        names - shapes.keys() - constants - {head, *family.unused(spec)}
+    ):  # a head that is not used is equal to the embedding
         is_known = family.has_guessing_layers and _layer_of(name, family) >= spec.num_layers
         if not is_known and _is_weight(checkpoint, name, f"{family.prefix}.") and not _is_zero_bias(checkpoint, name):
             raise CheckpointError(

@@ -25,14 +25,16 @@ from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, Rec
 from .experts import Experts
 from .few_rows import FewRowProducts, LayerProducts
 from .kv_cache import KVCache
+from .layer_inputs import LayerInputs
 from .linear import Linear, held
 from .lora_linear import LoraTable
 from .lora_slots import LoraSlots
 from .memory_estimate import step_bytes, weights_bytes
+from .norms import normed
 from .recurrent import RecurrentLayer
 from .rope import alibi_slopes, decoder_tables, query_factors
 from .step_inputs import StepInputs
-from .weights import DecoderWeights, LayerWeights, NormWeights
+from .weights import DecoderWeights, LayerInputWeights, LayerWeights, NormWeights
 
 
 class Decoder:
@@ -89,6 +91,7 @@ class Decoder:
         self._blocks = [
             _Layer(self, *layer) for layer in zip(spec.layers, weights.layers, self.few_rows.layers, strict=True)
         ]
+        self._layer_inputs = LayerInputs(spec, weights, kernels)
         self._embedding_scale = float(torch.tensor(spec.embedding.scale, dtype=self.dtype))
 
     @torch.inference_mode()
@@ -112,8 +115,11 @@ class Decoder:
         if inputs.slots is not None:
             rows = SequenceRows.of(inputs.slots, inputs.query_starts, inputs.lengths)
         residual = self._embed(inputs)
+        each = self._layer_inputs.of(residual, inputs.input_ids)
         for index, layer in enumerate(self._blocks):
             residual = layer.run(residual, index, inputs, cache, plan, rows)
+            if layer.has_more:
+                residual = layer.finish(residual, None if each is None else each[:, index])
         return residual
 
     @torch.inference_mode()
@@ -151,11 +157,11 @@ class Decoder:
 
     def norm(self, x: Tensor, norm: NormWeights | None) -> Tensor:
         """A norm over the rows of x [T, D]; None = x."""
-        if norm is None:
-            return x
-        if norm.spec.kind == "layer":
-            return self.kernels.layer_norm(x, norm.weight, norm.bias, norm.spec.eps)
-        return self.kernels.rms_norm(x, norm.weight, norm.spec.eps)
+        return normed(x, norm, self.kernels)
+
+    def layer_part(self, x: Tensor, layer_input: Tensor, weights: LayerInputWeights) -> Tensor:
+        """What a layer adds to x [T, hidden] of its input [T, width]; as x."""
+        return self._layer_inputs.part(x, layer_input, weights)
 
     def tables_of(self, attention: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
         """The rotary tables of a layer, [P, D_rot / 2] f32 each; None = it does not rotate."""
@@ -209,7 +215,10 @@ class _Layer:
         if isinstance(spec.mixer, RecurrentSpec):
             assert weights.recurrent is not None
             self.recurrent = RecurrentLayer(spec.mixer, weights.recurrent)
+        self.has_more = weights.layer_input is not None or weights.output_scale is not None  # after `run`
         if isinstance(spec.mixer, AttentionSpec):
+            self.is_reader = spec.mixer.kv_of is not None  # of another layer's cache
+            self.makes_values = not self.is_reader and (spec.mixer.is_k_v or weights.v_norm is not None)
             self.tables = decoder.tables_of(spec.mixer)
             self.norms = _head_norms(spec.mixer, weights)
             self.query_factors, self.alibi = decoder.tables_by_position(spec.mixer)
@@ -223,7 +232,7 @@ class _Layer:
         plan: AttentionPlan | None,
         rows: SequenceRows | None,
     ) -> Tensor:
-        """The layer's output [T, hidden]; may overwrite `residual`."""
+        """The layer's output [T, hidden], before `finish`; may overwrite `residual`."""
         weights, products = self.weights, self.products
         if self.spec.is_parallel:  # both read the same x, which is normed once
             x = self.decoder.norm(residual, weights.pre_mixer)
@@ -248,8 +257,15 @@ class _Layer:
             fed = self._activate(x, norm, held(weights.gate_up), products.gate_up)
             return self._add(residual, fed, weights.down, products.down, post_norm)
         x = self.decoder.norm(x, None if norm is None else weights.pre_feed)
-        product = ordered_sum([experts(x) for experts in self.experts])
+        product = ordered_sum([experts(x, residual) for experts in self.experts])
         return self._added(residual, product, post_norm)
+
+    def finish(self, residual: Tensor, layer_input: Tensor | None) -> Tensor:
+        """The layer's output [T, hidden], once it has its input [T, width] of `PerLayerInputs` and its scale."""
+        weights = self.weights
+        if layer_input is not None and weights.layer_input is not None:
+            residual = residual + self.decoder.layer_part(residual, layer_input, weights.layer_input)
+        return residual if weights.output_scale is None else residual * weights.output_scale
 
     def _recur(self, layer: RecurrentLayer, x: Tensor, index: int, cache: KVCache, rows: SequenceRows | None) -> Tensor:
         """A recurrent layer for `pre_mixer(x)`, x [T, hidden]: changes the states of the step's slots, [T, inner]."""
@@ -295,14 +311,18 @@ class _Layer:
         qkv, gate = self.kernels.norm_linear(x, norm, held(self.weights.qkv), self.products.qkv), None
         if attention.has_output_gate:
             qkv, gate = (part.contiguous() for part in qkv.tensor_split((attention.qkv_size,), -1))
-        qkv = qkv.view(num_tokens, -1, attention.head_dim)  # [T, H + 2 G, D]
+        qkv = qkv.view(num_tokens, -1, attention.head_dim)  # [T, H + 2 G, D]; of a reader [T, H, D]
+        if self.makes_values:
+            qkv = self._with_values(qkv)
         keys, values = cache.layer(index)  # [N, G, B, D]
         k_scale, v_scale = cache.layer_scales(index)  # [G]
         slot_mapping, block_tables = inputs.tables_of(cache.kind_of(index))
         prologue = (qkv, self.norms, *self.tables, inputs.positions, keys, values, slot_mapping)
+        if self.is_reader:  # of no heads of keys, the prologue writes none
+            prologue = (*prologue[:-3], keys[:, :0], values[:, :0], slot_mapping)
         attend: Callable[..., Tensor] = self.kernels.prologue_decode
         places: tuple[object, ...] = (*prologue, self.query_factors, block_tables, inputs.lengths)
-        if not inputs.is_decode:
+        if self.is_reader or not inputs.is_decode:
             attend = self.kernels.paged_attention
             q = self.kernels.attention_prologue(*prologue, k_scale, v_scale, self.query_factors)  # [T, H, D]
             places = (q, keys, values, block_tables, inputs.query_starts, inputs.lengths)
@@ -320,6 +340,13 @@ class _Layer:
         )  # [T, H, D]
         seen = seen.view(num_tokens, -1)
         return seen if gate is None else seen * torch.sigmoid(gate)
+
+    def _with_values(self, qkv: Tensor) -> Tensor:
+        """Queries, keys and values [T, H + 2G, D], with values that are keys, and values normed, in their place."""
+        attention, norm = self.spec.mixer, self.weights.v_norm
+        assert isinstance(attention, AttentionSpec)
+        values = normed(qkv[:, -attention.num_kv_heads :], norm, self.kernels)
+        return torch.cat((qkv if attention.is_k_v else qkv[:, : -attention.num_kv_heads], values), 1)
 
 
 def _alibi(attention: AttentionSpec, decoder: Decoder) -> Tensor | None:
@@ -354,11 +381,12 @@ def _head_norms(attention: AttentionSpec, weights: LayerWeights) -> HeadNorms | 
     norm = attention.qk_norm
     if norm is None:
         return None
-    assert weights.q_norm is not None and weights.k_norm is not None
+    q_norm, k_norm = weights.q_norm, weights.k_norm or weights.q_norm  # a layer without keys norms none
+    assert q_norm is not None and k_norm is not None
     is_whole = norm.over == "row" or norm.has_weight_per_head
     q, k, q_bias, k_bias = (
         one if one is None or not is_whole else one.view(-1, attention.head_dim)
-        for one in (weights.q_norm.weight, weights.k_norm.weight, weights.q_norm.bias, weights.k_norm.bias)
+        for one in (q_norm.weight, k_norm.weight, q_norm.bias, k_norm.bias)
     )
     return HeadNorms(
         q=q,

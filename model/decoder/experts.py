@@ -15,6 +15,7 @@ from ...kernels.kernel_set import KernelSet
 from ...kernels.reference.routing import route
 from ..spec import FeedSpec, MoeSpec
 from .linear import Linear
+from .norms import NormWeights, normed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +37,10 @@ class ExpertWeights:
 
     router: Linear  # hidden -> E, f32
     choice_bias: Tensor | None  # [E] f32
+    router_norm: NormWeights | None = None
+    expert_scale: Tensor | None = None  # [E] f32
+    # of what the experts read, what they return and what `dense_beside` returns
+    own_norms: tuple[NormWeights, ...] = ()
     experts: tuple[FeedWeights, ...]
     shared: FeedWeights | None
     shared_router: Linear | None  # hidden -> 1
@@ -58,13 +63,35 @@ class Experts:
     def __init__(self, spec: MoeSpec, weights: ExpertWeights, kernels: KernelSet) -> None:
         self.spec, self.weights, self.kernels = spec, weights, kernels
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """What the layer adds to the residual for x [T, hidden], before it is normed and scaled; as x.
 
-        A token's experts are added in the order of rank, in f32, whichever tokens are beside it.
+        `residual`: what x is the norm of, for experts with `own_norms`. A token's experts are added in the order of
+        rank, in f32, whichever tokens are beside it.
         """
+        if self.weights.own_norms:
+            assert residual is not None
+            return self._apart(x, residual)
+        return self._mixed(x, x).to(x.dtype)
+
+    def _apart(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The experts of the residual, and the network beside them of x: each with norms of its own."""
+        spec, weights, kernels = self.spec, self.weights, self.kernels
+        before, after, after_dense = weights.own_norms
+        total = normed(self._mixed(normed(residual, before, kernels), residual).to(x.dtype), after, kernels)
+        if spec.dense_beside is None or weights.dense_beside is None:
+            return total
+        return total + normed(self._feed(spec.dense_beside, weights.dense_beside, x), after_dense, kernels)
+
+    def _mixed(self, x: Tensor, routed: Tensor) -> Tensor:
+        """The sum of what the experts return for x [T, hidden], which are chosen by `routed`, in f32."""
         spec, weights = self.spec, self.weights
-        ids, shares = route(weights.router(x.float()), spec.router, spec.top_k, weights.choice_bias)
+        read = (
+            routed.float() if weights.router_norm is None else normed(routed.float(), weights.router_norm, self.kernels)
+        )
+        ids, shares = route(weights.router(read), spec.router, spec.top_k, weights.choice_bias)
+        if weights.expert_scale is not None:
+            shares = shares * weights.expert_scale[ids]
         parts = self._pairs(x, ids)  # [T, k, hidden]
         total = parts[:, 0].float() * shares[:, :1]
         for rank in range(1, spec.top_k):
@@ -74,9 +101,9 @@ class Experts:
             if weights.shared_router is not None:
                 shared *= torch.sigmoid(weights.shared_router(x).float())
             total += shared
-        if spec.dense_beside is not None and weights.dense_beside is not None:
+        if spec.dense_beside is not None and weights.dense_beside is not None and not weights.own_norms:
             total += self._feed(spec.dense_beside, weights.dense_beside, x).float()
-        return total.to(x.dtype)
+        return total
 
     def _pairs(self, x: Tensor, ids: Tensor) -> Tensor:
         """The output [T, k, hidden] of each token's experts, for ids [T, k]."""

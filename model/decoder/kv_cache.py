@@ -70,9 +70,11 @@ class KVCache:
             self._copied = [memory.view(len(data), -1) for data in self.data_of]  # with what lies between blocks
             self._places = {layer: place for layer, place in enumerate(layout.place) if place is not None}
         else:
+            assert config.has_one_shape, "heads of different sizes need a layout"
             heads, tile = (len(config.kv_layers), 2, config.num_kv_heads), (block_size, config.head_dim)
             self.data_of = self._copied = [zeros(self._shape(num_blocks, heads, tile), dtype, device)]
             self._places = {layer: (0, place) for place, layer in enumerate(config.kv_layers)}
+            self._places |= {layer: self._places[donor] for layer, donor in config.donors.items()}
         self.blocks_of_kinds = tuple(len(copied) if has_kinds else num_blocks for copied in self._copied)
         axes = (1, 2, 0, 3, 4, 5) if self.is_block_major else (0, 1, 3, 2, 4, 5)
         by_layer = [data.permute(axes) for data in self.data_of]
@@ -81,7 +83,10 @@ class KVCache:
         }
         self._scales: dict[int, tuple[Tensor, Tensor] | tuple[None, None]] = dict.fromkeys(self._layers, (None, None))
         if scales is not None:
-            self._scales = {layer: (keys, values) for layer, (keys, values) in zip(self._layers, scales, strict=True)}
+            self._scales = {
+                layer: (keys, values) for layer, (keys, values) in zip(config.kv_layers, scales, strict=True)
+            }
+            self._scales |= {layer: self._scales[donor] for layer, donor in config.donors.items()}
 
     @property
     def data(self) -> Tensor:
@@ -138,7 +143,7 @@ class KVCache:
     @staticmethod
     def bytes_per_block(config: DecoderSpec, block_size: int, dtype: torch.dtype) -> int:
         """Memory of one block, all layers, keys and values."""
-        return 2 * len(config.kv_layers) * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
+        return config.cached_numbers * block_size * dtype.itemsize
 
 
 def _blocks_of(memory: Tensor, layout: KVLayout, index: int) -> Tensor:

@@ -19,22 +19,20 @@ from ..errors import CheckpointError
 from ..families import names
 from ..grouped_matrix import GroupedMatrix
 from ..sharding.shard import WHOLE, Cut, RankShare, cuts_of, spec_of
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, Mixer, MoeSpec, NormSpec, RecurrentSpec
+from ..spec import (
+    AttentionSpec,
+    DecoderSpec,
+    FeedSpec,
+    LayerSpec,
+    Mixer,
+    MoeSpec,
+    NormSpec,
+    PerLayerInputs,
+    RecurrentSpec,
+)
 from .experts import ExpertWeights, FeedWeights
 from .linear import EvenLinear, Linear, linear_form
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NormWeights:
-    """A norm. In f32, beside weights of another dtype, if it is rounded at its end only."""
-
-    spec: NormSpec
-    weight: Tensor | None  # [size]
-    bias: Tensor | None
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held in memory."""
-        yield from (tensor for tensor in (self.weight, self.bias) if tensor is not None)
+from .norms import NormWeights as NormWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -54,6 +52,32 @@ class RecurrentWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LayerInputWeights:
+    """What a layer does with its `PerLayerInputs`."""
+
+    gate: Linear  # hidden -> width
+    up: Linear  # width -> hidden
+    norm: NormWeights | None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held in memory."""
+        return _tensors_in(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PerLayerWeights:
+    """What the `PerLayerInputs` of all layers are made with."""
+
+    table: Tensor  # [rows, layers * width]
+    projection: Linear  # hidden -> layers * width
+    norm: NormWeights | None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held in memory."""
+        return _tensors_in(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayerWeights:
     """One layer. What its `LayerSpec` does not have is None."""
 
@@ -62,6 +86,7 @@ class LayerWeights:
     qkv: Linear | None
     q_norm: NormWeights | None
     k_norm: NormWeights | None
+    v_norm: NormWeights | None = None
     sinks: Tensor | None  # [H] f32
     output: Linear | None  # H * D -> hidden
     recurrent: RecurrentWeights | None = None
@@ -72,13 +97,15 @@ class LayerWeights:
     down: Linear | None  # F -> hidden
     experts: tuple[ExpertWeights, ...]  # instead of the feed; of each rank that is computed here
     post_feed: NormWeights | None
+    layer_input: LayerInputWeights | None = None
+    output_scale: Tensor | None = None  # [1]
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held in memory."""
         return _tensors_in(self)
 
 
-def _tensors_in(parts: RecurrentWeights | LayerWeights) -> Iterator[Tensor]:
+def _tensors_in(parts: RecurrentWeights | LayerWeights | LayerInputWeights | PerLayerWeights) -> Iterator[Tensor]:
     for field in fields(parts):
         value = getattr(parts, field.name)
         for part in value if isinstance(value, tuple) else (value,):
@@ -98,13 +125,14 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: NormWeights | None
     head: Linear  # hidden -> V; shares the embedding's memory when tied and not packed
+    per_layer: PerLayerWeights | None = None
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held in memory; some share memory."""
         yield from (self.embedding, *self.head.tensors())
         if self.positions is not None:
             yield self.positions
-        for part in (self.embedding_norm, self.final_norm, *self.layers):
+        for part in (self.embedding_norm, self.per_layer, self.final_norm, *self.layers):
             if part is not None:
                 yield from part.tensors()
 
@@ -174,6 +202,21 @@ class _Loader:
             layers=layers,
             final_norm=self._norm(names.FINAL_NORM, spec.final_norm),
             head=self._head(embedding),
+            per_layer=None if spec.embedding.per_layer is None else self._per_layer(spec.embedding.per_layer),
+        )
+
+    def _per_layer(self, spec: PerLayerInputs) -> PerLayerWeights:
+        return PerLayerWeights(
+            table=self._tensor(f"{names.PER_LAYER}.weight"),
+            projection=self._linear(names.PER_LAYER_PROJECTION),
+            norm=self._norm(names.PER_LAYER_NORM, spec.norm),
+        )
+
+    def _layer_input(self, spec: PerLayerInputs, name: Callable[[str], str]) -> LayerInputWeights:
+        return LayerInputWeights(
+            gate=self._linear(name(names.INPUT_GATE)),
+            up=self._linear(name(names.INPUT_UP)),
+            norm=self._norm(name(names.INPUT_NORM), spec.norm),
         )
 
     def _head(self, embedding: Tensor) -> Linear:
@@ -191,7 +234,7 @@ class _Loader:
         def name(stem: str) -> str:
             return stem.replace("*", str(index))
 
-        feed, parts = layer.feed, self._mixer(layer.mixer, name)
+        feed, parts, per_layer = layer.feed, self._mixer(layer.mixer, name), self.spec.embedding.per_layer
         dense = self._feed(feed, *map(name, names.DENSE)) if isinstance(feed, FeedSpec) else None
         return LayerWeights(
             pre_mixer=self._norm(name(names.PRE_MIXER), layer.pre_mixer),
@@ -205,6 +248,8 @@ class _Loader:
             down=None if dense is None else dense.down,
             experts=(self._experts(feed, name),) if isinstance(feed, MoeSpec) else (),
             post_feed=self._norm(name(names.POST_FEED), layer.post_feed),
+            layer_input=None if per_layer is None else self._layer_input(per_layer, name),
+            output_scale=self._tensor(name(names.OUTPUT_SCALE)) if layer.has_output_scale else None,
         )
 
     def _feed(self, feed: FeedSpec, gate: str, up: str, down: str) -> FeedWeights:
@@ -217,11 +262,17 @@ class _Loader:
         bias = self._tensor(f"{router}.bias", dtype=torch.float32) if moe.router.has_bias else None
         form = EvenLinear if self.form is EvenLinear else Linear
         experts = [[name(names.of_expert(stem, expert)) for stem in EXPERT] for expert in range(moe.num_experts)]
+        own_norms = [self._norm(name(stem), moe.own_norms) for stem in names.OWN_NORMS]
         return ExpertWeights(
             router=form(self._tensor(f"{router}.weight", dtype=torch.float32), bias),
             choice_bias=self._tensor(name(names.CHOICE_BIAS), dtype=torch.float32)
             if moe.router.has_choice_bias
             else None,
+            router_norm=self._norm(name(names.ROUTER_NORM), moe.router.input_norm),
+            expert_scale=self._tensor(name(names.EXPERT_SCALE), dtype=torch.float32)
+            if moe.router.has_expert_scale
+            else None,
+            own_norms=() if moe.own_norms is None else tuple(norm for norm in own_norms if norm is not None),
             experts=tuple(self._feed(moe.expert, *stems) for stems in experts),
             shared=None if moe.shared is None else self._feed(moe.shared, *map(name, names.SHARED)),
             shared_router=self._linear(name(names.SHARED_ROUTER)) if moe.has_shared_gate else None,
@@ -239,11 +290,12 @@ class _Loader:
             return parts
         assert isinstance(mixer, AttentionSpec), "missing() refuses others"
         qk_norm = None if mixer.qk_norm is None else mixer.qk_norm.norm
-        stems = (names.Q, names.K, names.V, *((names.OUTPUT_GATE,) if mixer.has_output_gate else ()))
+        stems = (*names.qkv_of(mixer), *((names.OUTPUT_GATE,) if mixer.has_output_gate else ()))
         return {
             "qkv": self._linear(*map(name, stems)),
             "q_norm": self._norm(name(names.Q_NORM), qk_norm),
-            "k_norm": self._norm(name(names.K_NORM), qk_norm),
+            "k_norm": None if mixer.kv_of is not None else self._norm(name(names.K_NORM), qk_norm),
+            "v_norm": None if mixer.v_norm is None else NormWeights(mixer.v_norm, None, None),
             "sinks": self._tensor(name(names.SINKS), dtype=torch.float32) if mixer.has_sinks else None,
             "output": self._linear(name(names.OUTPUT)),
         }

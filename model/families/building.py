@@ -49,6 +49,7 @@ class Family:
     prefix: str = "model"  # of the tensors but the head's; as in transformers, files may leave it out
     constants: Mapping[str, float] = field(default_factory=dict)  # names of tensors -> the number that each must hold
     older_names: Mapping[str, str] = field(default_factory=dict)  # stems in older files -> stems
+    unused: Callable[[DecoderSpec], Iterable[str]] = lambda spec: ()  # tensors that files may hold, though none is read
     has_guessing_layers: bool = False  # files may have layers behind the last, to guess further tokens; not used
 
 

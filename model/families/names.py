@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, NormSpec, RecurrentSpec
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, NormSpec, PerLayerInputs, RecurrentSpec
 
 Shape = tuple[int, ...]
 Stems = tuple[str, str, str]  # of gate, up and down
@@ -34,6 +34,18 @@ Q_NORM, K_NORM, SINKS = (f"{LAYER}.self_attn.{name}" for name in ("q_norm", "k_n
 DENSE = GATE, UP, DOWN = f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.down_proj"
 ACTIVATION = f"{LAYER}.mlp.act_alpha"  # the two numbers of xIELU
 ROUTER, CHOICE_BIAS = f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate.e_score_correction_bias"
+ROUTER_NORM, EXPERT_SCALE = f"{LAYER}.mlp.gate_norm", f"{LAYER}.mlp.expert_scale"
+OWN_NORMS = PRE_EXPERTS, POST_EXPERTS, POST_DENSE = (
+    f"{LAYER}.pre_experts_layernorm",
+    f"{LAYER}.post_experts_layernorm",
+    f"{LAYER}.post_dense_layernorm",
+)
+OUTPUT_SCALE = f"{LAYER}.output_scale"
+# What each layer gets of a token besides the residual: the table and W of `PerLayerInputs`, then a layer's part
+PER_LAYER, PER_LAYER_PROJECTION, PER_LAYER_NORM = (
+    f"model.per_layer.{name}" for name in ("embed_tokens", "projection", "norm")
+)
+INPUT_GATE, INPUT_UP, INPUT_NORM = (f"{LAYER}.per_layer.{name}" for name in ("gate_proj", "up_proj", "norm"))
 EXPERT = f"{LAYER}.mlp.experts.*"
 EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = f"{EXPERT}.gate_proj", f"{EXPERT}.up_proj", f"{EXPERT}.down_proj"
 SHARED_EXPERT = f"{LAYER}.mlp.shared_experts"
@@ -84,8 +96,14 @@ def tensors_of(spec: DecoderSpec) -> Iterator[Target]:
     if positions is not None:
         yield Target(f"{POSITIONS}.weight", (positions.rows, hidden))
     yield from _norm(EMBEDDING_NORM, hidden, spec.embedding.norm)
+    per_layer = spec.embedding.per_layer
+    if per_layer is not None:
+        size = spec.num_layers * per_layer.width
+        yield Target(f"{PER_LAYER}.weight", (per_layer.rows, size))
+        yield Target(f"{PER_LAYER_PROJECTION}.weight", (size, hidden))
+        yield from _norm(PER_LAYER_NORM, per_layer.width, per_layer.norm)
     for index, layer in enumerate(spec.layers):
-        for target in _layer(layer, hidden):
+        for target in (*_layer(layer, hidden), *_layer_input(per_layer, hidden)):
             yield Target(target.name.replace("*", str(index)), target.shape, target.norm)
     yield from _norm(FINAL_NORM, hidden, spec.final_norm)
     if spec.head.exists and not spec.head.is_tied:
@@ -107,24 +125,40 @@ def _layer(layer: LayerSpec, hidden: int) -> Iterator[Target]:
     elif layer.feed is not None:
         yield from _experts(layer.feed, hidden)
     yield from _norm(POST_FEED, hidden, layer.post_feed)
+    if layer.has_output_scale:
+        yield Target(OUTPUT_SCALE, (1,))
+
+
+def _layer_input(per_layer: PerLayerInputs | None, hidden: int) -> Iterator[Target]:
+    if per_layer is not None:
+        yield from _linear(INPUT_GATE, per_layer.width, hidden, has_bias=False)
+        yield from _linear(INPUT_UP, hidden, per_layer.width, has_bias=False)
+        yield from _norm(INPUT_NORM, hidden, per_layer.norm)
 
 
 def _attention(attention: AttentionSpec, hidden: int) -> Iterator[Target]:
     heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     value_dim = attention.value_dim or dim
-    sizes = ((Q, heads * dim), (K, kv_heads * dim), (V, kv_heads * value_dim))
-    for stem, size in sizes:
-        yield from _linear(stem, size, hidden, attention.has_qkv_bias)
+    sizes = {Q: heads * dim, K: kv_heads * dim, V: kv_heads * value_dim}
+    for stem in qkv_of(attention):
+        yield from _linear(stem, sizes[stem], hidden, attention.has_qkv_bias)
     if attention.qk_norm is not None:
         norm = attention.qk_norm
         is_whole = norm.over == "row" or norm.has_weight_per_head
-        for stem, count in ((Q_NORM, heads), (K_NORM, kv_heads)):
+        for stem, count in ((Q_NORM, heads), (K_NORM, kv_heads))[: 1 if attention.kv_of is not None else 2]:
             yield from _norm(stem, count * dim if is_whole else dim, norm.norm)
     if attention.has_sinks:
         yield Target(SINKS, (heads,))
     if attention.has_output_gate:
         yield from _linear(OUTPUT_GATE, heads * value_dim, hidden, attention.has_qkv_bias)
     yield from _linear(OUTPUT, hidden, heads * value_dim, attention.has_output_bias)
+
+
+def qkv_of(attention: AttentionSpec) -> tuple[str, ...]:
+    """The projections of an attention's input, in the order of their rows in one matrix: stems."""
+    if attention.kv_of is not None:
+        return (Q,)
+    return (Q, K) if attention.is_k_v else (Q, K, V)
 
 
 def projections(mixer: RecurrentSpec) -> dict[str, int]:
@@ -165,6 +199,11 @@ def _experts(moe: MoeSpec, hidden: int) -> Iterator[Target]:
     yield from _linear(ROUTER, moe.num_experts, hidden, moe.router.has_bias)
     if moe.router.has_choice_bias:
         yield Target(CHOICE_BIAS, (moe.num_experts,))
+    yield from _norm(ROUTER_NORM, hidden, moe.router.input_norm)
+    if moe.router.has_expert_scale:
+        yield Target(EXPERT_SCALE, (moe.num_experts,))
+    for stem in OWN_NORMS:
+        yield from _norm(stem, hidden, moe.own_norms)
     for feed, stems in _networks(moe):
         yield from _feed(feed, hidden, stems)
     if moe.has_shared_gate:

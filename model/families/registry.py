@@ -38,6 +38,8 @@ MODULES = {
     "gemma": "gemma",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
+    "gemma4_text": "experts.gemma4",
+    "gemma4_unified_text": "experts.gemma4",
     "glm": "glm",
     "glm4": "glm",
     "glm4_moe": "experts.glm",
@@ -147,7 +149,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> DecoderSpec:
     inner_type = keys.values["model_type"]
     if not isinstance(inner_type, str) or inner_type not in MODULES:
         keys.fail("model_type", f"{quoted(inner_type)} is not supported; {what_is_supported(inner_type)}")
-    return with_own_head(family_of(inner_type).spec(keys))
+    return with_own_head(family_of(inner_type).spec(keys), model_type)
 
 
 def _check_is_generative(keys: ConfigKeys) -> None:

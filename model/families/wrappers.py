@@ -36,7 +36,8 @@ OTHER_HALVES = (
     "vision_tower", "vision_model", "visual", "multi_modal_projector", "audio_tower", "embed_vision", "embed_audio",
     "image_newline", "image_tower", "video_tower", "vision_embed_tokens", "connector", "aligner", "vqmodel",
     "generation_embeddings", "generation_aligner", "generation_head", "visual_embeddings_table", "vision_encoder",
-    "vision_projection", "high_res_vision_model", "high_res_vision_neck", "high_res_vision_proj", "mtp",
+    "vision_projection", "high_res_vision_model", "high_res_vision_neck", "high_res_vision_proj", "vision_embedder",
+    "mtp",
 )  # fmt: skip
 
 
@@ -47,12 +48,15 @@ class Wrapper:
     text: str  # model_type of the decoder
     is_tied: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)  # of the text_config
+    has_cap: bool = False  # its logits are capped as its decoder's, instead of not at all
 
 
 WRAPPERS: Mapping[str, Wrapper] = {
     "aya_vision": Wrapper(text="cohere2", is_tied=True),
     "cohere2_vision": Wrapper(text="cohere2", is_tied=True),
     "gemma3": Wrapper(text="gemma3_text", is_tied=True),
+    "gemma4": Wrapper(text="gemma4_text", is_tied=True, has_cap=True),
+    "gemma4_unified": Wrapper(text="gemma4_unified_text", is_tied=True, has_cap=True),
     "got_ocr2": Wrapper(text="qwen2", is_tied=True),
     "idefics3": Wrapper(text="llama", values={"rms_norm_eps": 1e-5}),
     "internvl": Wrapper(text="qwen2", is_tied=True),
@@ -71,9 +75,13 @@ WRAPPERS: Mapping[str, Wrapper] = {
 SHARED = ("dtype", "torch_dtype", "bos_token_id")  # keys that hold for both
 
 
-def with_own_head(spec: DecoderSpec) -> DecoderSpec:
-    """The spec of a wrapper: its output layer is its own, and has neither scale nor cap, as in transformers."""
-    return replace(spec, head=replace(spec.head, scale=1.0, soft_cap=None))
+def with_own_head(spec: DecoderSpec, wrapper: str) -> DecoderSpec:
+    """The spec of a wrapper: its output layer is its own, without a scale and mostly without a cap, as in transformers.
+
+    `wrapper` is its model_type.
+    """
+    cap = spec.head.soft_cap if WRAPPERS[wrapper].has_cap else None
+    return replace(spec, head=replace(spec.head, scale=1.0, soft_cap=cap))
 
 
 def text_half(keys: ConfigKeys) -> ConfigKeys:

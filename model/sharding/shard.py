@@ -56,6 +56,8 @@ def why_not_cut(spec: DecoderSpec, size: int) -> str | None:
     """Why `size` ranks cannot share the decoder, with what can; None if they can."""
     if spec.recurrent_layers:
         return f"{spec.family} has recurrent layers, which ranks do not share; use 1"
+    if not spec.has_one_shape or spec.donors or spec.embedding.per_layer is not None:
+        return f"layers of {spec.family} differ in keys and values, which ranks do not share; use 1"
     for attention in dict.fromkeys(spec.attentions):
         heads, keys = attention.num_heads, attention.num_kv_heads
         if attention.qk_norm is not None and attention.qk_norm.over == "row":

@@ -269,7 +269,11 @@ def _about_layout(layout: KVLayout, max_model_len: int, kept: str, num_uniform: 
         f"{len(kind.layers)}{{}} {'all tokens' if kind.window is None else f'the last {kind.window}'}"
         for kind in layout.kinds
     )
-    layers = ", ".join([first.format(f" of {len(layout.place)} layers keep"), *(other.format("") for other in others)])
+    others = [other.format("") for other in others]
+    num_shared = sum(place is not None for place in layout.place) - sum(len(kind.layers) for kind in layout.kinds)
+    if num_shared:
+        others.append(f"{num_shared} none of their own")
+    layers = ", ".join([first.format(f" of {len(layout.place)} layers keep"), *others])
     return (
         f"{num_tokens} tokens{kept}, {num_at_once} sequences of {max_model_len} tokens at once; {layers}: "
         f"{num_tokens / max(1, num_uniform):.1f} times the tokens that fit if all layers kept all"

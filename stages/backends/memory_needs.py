@@ -13,8 +13,8 @@ from ...kernels.layout.sampling_rows import WIDTH
 from ...kernels.layout.state_layout import StateLayout
 from ...kernels.layout.step_state import STATE_WIDTH
 from ...model.decoder.rope import tables_bytes
-from ...model.kv_kinds import kv_layout
-from ...model.spec import DecoderSpec, LayerSpec
+from ...model.kv_kinds import CachedMixer, kv_layout
+from ...model.spec import AttentionSpec, DecoderSpec, LayerSpec
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..memory_table import MachineMemory
@@ -95,15 +95,19 @@ def sizing_on_cpu(
 def layouts(
     config: EngineConfig, shape: DecoderSpec, bytes_per_block: int, *, runs_kinds: bool
 ) -> Callable[[int, int], KVLayout | None]:
-    """`CacheSizing.layout_of` for a decoder, whose layers have equal sizes."""
-
+    """`CacheSizing.layout_of` for a decoder."""
     has_kinds = runs_kinds and any(attention.window or attention.chunk for attention in shape.attentions)
+
+    def of_layer(mixer: CachedMixer) -> int:
+        if shape.has_one_shape:
+            return bytes_per_block // len(shape.kv_layers)
+        assert isinstance(mixer, AttentionSpec)
+        return bytes_per_block * mixer.cached_numbers // shape.cached_numbers
 
     def layout_of(num_bytes: int, max_model_len: int) -> KVLayout | None:
         if not has_kinds:
             return None
-        of_layer = bytes_per_block // len(shape.kv_layers)
-        layout = kv_layout(shape, config.block_size, num_bytes, lambda _: of_layer, max_model_len=max_model_len)
+        layout = kv_layout(shape, config.block_size, num_bytes, of_layer, max_model_len=max_model_len)
         # with windows alone no prefix could be found, as that is by the blocks of a kind that keeps all
         return layout if layout.kinds[0].window is None and len(layout.kinds) > 1 else None
 
@@ -115,7 +119,7 @@ def positions_that_fit(config: EngineConfig, shape: DecoderSpec, max_model_len: 
 
     Counts the rotary tables, and on a CPU keys and values of one sequence. Raises `ConfigError` for more.
     """
-    cached = 2 * len(shape.kv_layers) * shape.num_kv_heads * shape.head_dim if device == "cpu" else 0
+    cached = shape.cached_numbers if device == "cpu" else 0
     most = free_host_share(config) // max(1, 2 * tables_bytes(shape, 1) + cached)
     if max_model_len <= most:
         return max_model_len

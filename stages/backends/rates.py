@@ -39,7 +39,7 @@ def _rate_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
     return prompts_grant([min(RATE_TOKENS, max_model_len - 1, config.num_step_tokens)], config.block_size)
 
 
-def _with_tables(runner: ModelRunner, grant: StepGrant) -> StepGrant:
+def with_tables(runner: ModelRunner, grant: StepGrant) -> StepGrant:
     """The grant with the same blocks of all kinds, as far as there are such: their memory may be the same."""
     counts = runner.cache.blocks_of_kinds if len(grant.table_blocks) else ()
     if len(counts) < 2:
@@ -50,7 +50,7 @@ def _with_tables(runner: ModelRunner, grant: StepGrant) -> StepGrant:
 
 
 def _best_s(runner: ModelRunner, grant: StepGrant, clock: Callable[[], float]) -> float:
-    taken_s, grant = [], _with_tables(runner, grant)
+    taken_s, grant = [], with_tables(runner, grant)
     for _ in range(RATE_RUNS):
         began = clock()
         runner.forward(grant)

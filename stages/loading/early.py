@@ -33,7 +33,7 @@ from ..backends.recurrent_settings import check_recurrent
 from ..backends.weights_fit import WeightsFit, bytes_kept, smaller_forms
 from ..config import EngineConfig, resolve_step_size
 from ..errors import ConfigError
-from .model_impl import check_dtype, check_settings, choose_impl, why_through_transformers
+from .model_impl import check_dtype, check_settings, check_uneven, choose_impl, why_through_transformers
 from .native_choice import has_cuda_driver, why_not_native
 from .native_model import ITEM_SIZES, load_native_model
 
@@ -125,6 +125,7 @@ class EarlyLoading:
             log.warning("checkpoint.unusual", what=warning)
         check_dtype(config, shape)
         check_recurrent(config, shape)
+        check_uneven(config, shape)
         max_model_len = max_model_len_of(config, shape)
         why_not = why_not_native(config, shape)
         if why_not is not None:

@@ -91,6 +91,22 @@ def _transformers_knows(model_type: str) -> bool:
     return any(line.search(file.read_text("utf-8")) for file in files)
 
 
+def check_uneven(config: EngineConfig, shape: DecoderSpec) -> None:
+    """Raises `ConfigError` for a setting that takes all layers to have keys and values of one size, each its own."""
+    if shape.has_one_shape and not shape.donors and not any(one.is_k_v for one in shape.attentions):
+        return
+    unsupported = {
+        "enable_lora = True": (config.enable_lora, "merge_adapter"),
+        "kv_cache_dtype = fp8": (config.kv_cache_dtype == "fp8", "auto"),
+    }
+    for setting, (is_set, instead) in unsupported.items():
+        if is_set:
+            raise ConfigError(
+                f"{setting}: is not supported for model = {config.model}, a {shape.family} whose layers differ in keys "
+                f"and values; use {instead}"
+            )
+
+
 def check_dtype(config: EngineConfig, shape: DecoderSpec) -> None:
     """Raises `ConfigError` for a model in float16 whose activations do not fit it."""
     if config.dtype_of(shape.dtype) == "float16" and shape.family.startswith(LARGE_ACTIVATIONS):

@@ -56,6 +56,13 @@ def unclamped(layer: LayerSpec) -> LayerSpec:
     return in_experts(layer, expert=replace(layer.feed.expert, limit=1e6))
 
 
+def another_donor(layer: LayerSpec) -> LayerSpec:
+    """Layers that read layer 1 read layer 0."""
+    assert isinstance(layer.mixer, AttentionSpec)
+    is_other = layer.mixer.kv_of == 1
+    return replace(layer, mixer=replace(layer.mixer, kv_of=0)) if is_other else layer
+
+
 def in_attention(**changes: Any) -> SpecChange:
     def changed(layer: LayerSpec) -> LayerSpec:
         assert isinstance(layer.mixer, AttentionSpec)
@@ -76,6 +83,9 @@ FAULTS: dict[str, tuple[str, SpecChange]] = {
     "the rotation of a layer": ("smollm3", in_attention(rope=0)),
     "the 1 of norms": ("gemma", in_layers(stored_norms)),
     "the sum of experts' weights": ("mixtral", in_layers(partial(in_experts, router=RouterSpec()))),
+    "the norm of values": ("gemma4-dense", in_attention(v_norm=None)),
+    "the pairs that do not turn": ("gemma4-dense", no_rotary_scaling),
+    "the layer whose cache is read": ("gemma4-one-size", in_layers(another_donor)),
     "the clamp of experts": ("gpt-oss-clamped", in_layers(unclamped)),
 }
 

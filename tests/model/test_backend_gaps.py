@@ -19,6 +19,7 @@ from millrace.model.spec import (
     LearnedPositions,
     MoeSpec,
     NormSpec,
+    PerLayerInputs,
     QkNorm,
     RecurrentSpec,
     RouterSpec,
@@ -31,6 +32,7 @@ LONGROPE = replace(LLAMA, ropes=(ROPE,))
 LAYER = LLAMA.layers[0]
 LATENT = LatentSpec(num_heads=4, q_rank=None, kv_rank=8, nope_dim=8, rope_dim=8, value_dim=8, scale=1.0)
 FEED, XIELU = FeedSpec(intermediate_size=8), FeedSpec(intermediate_size=8, activation="xielu")
+INPUTS = PerLayerInputs(rows=9, width=4, activation="silu", norm=NormSpec(), scale=1.0, projection_scale=1.0)
 EXPERTS = MoeSpec(num_experts=4, top_k=2, expert=FEED, router=RouterSpec())
 
 
@@ -55,10 +57,8 @@ def test_every_backend_has_all_of_llama(backend: Any) -> None:
         (changed(mixer=RecurrentSpec(kind="kda")), "recurrent layers: kda"),
         (replace(LLAMA, layers=(replace(LAYER, mixer=RecurrentSpec(kind="gdn")),)), "decoders without any attention"),
         (changed(mixer=LATENT), "latent attention"),
-        (changed(has_output_scale=True), "a scale of the layer's output"),
         (attending(value_dim=8), "values of 8 numbers beside keys of 16"),
-        (attending(kv_of=0), "keys and values shared between layers"),
-        (attending(is_k_v=True), "keys that are values"),
+        (attending(v_norm=NormSpec()), "a norm of values with a weight"),
         (attending(head_dim=32), "layers whose heads have different sizes"),
         (replace(LONGROPE, ropes=(ROPE, replace(ROPE, original_max_position=64))), "factors that change at several"),
         (replace(LONGROPE, embedding=EmbeddingSpec(positions=LearnedPositions(rows=64))), "learned positions beside"),
@@ -93,6 +93,12 @@ def test_what_the_native_step_lacks_of_attention_is_named(spec: DecoderSpec, gap
         (changed(mixer=None), "layers without attention"),
         (changed(feed=None), "layers without a feed-forward network"),
         (attending(has_output_gate=True), "a gate of attention's output"),
+        (attending(kv_of=0), "keys and values shared between layers"),
+        (attending(is_k_v=True), "keys that are values"),
+        (attending(v_norm=NormSpec(weight="none")), "a norm of values"),
+        (attending(head_dim=32, window=8), "layers whose heads have different sizes"),
+        (changed(has_output_scale=True), "a scale of the layer's output"),
+        (replace(LLAMA, embedding=EmbeddingSpec(per_layer=INPUTS)), "inputs of each layer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -135,6 +141,8 @@ def test_what_only_the_native_step_lacks_is_named_for_it(spec: DecoderSpec, gap:
         ({"expert": FeedSpec(intermediate_size=8, activation="swiglu_clamped", has_bias=True)}, None),
         ({"shared": FEED, "dense_beside": FEED}, "shared experts beside another network"),
         ({"router": RouterSpec(input_norm=NormSpec())}, "a norm of what the router reads"),
+        ({"router": RouterSpec(has_expert_scale=True)}, "a scale of each expert"),
+        ({"own_norms": NormSpec()}, "norms of experts"),
         ({"expert": FeedSpec(intermediate_size=8, activation="xielu")}, "experts with the activation xielu"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -153,7 +161,7 @@ def test_equal_layers_are_one_object() -> None:
         ({}, None),
         ({"shared": FEED, "dense_beside": FEED}, None),
         ({"router": RouterSpec(scales_input=True)}, "weights of experts that multiply their input"),
-        ({"router": RouterSpec(input_norm=NormSpec())}, "a norm of what the router reads"),
+        ({"router": RouterSpec(input_norm=NormSpec(), has_expert_scale=True), "own_norms": NormSpec()}, None),
         ({"shared": XIELU}, "experts with the activation xielu"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

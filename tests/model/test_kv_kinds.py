@@ -57,6 +57,12 @@ def test_a_window_that_no_sequence_exceeds_is_full() -> None:
     assert len(kv_kinds(decoder(FULL, WINDOW), block_bytes, max_model_len=9)) == 2
 
 
+def test_of_layers_of_two_sizes_one_is_full_however_short_sequences_are() -> None:
+    small = attending(head_dim=8, window=8)
+    kinds = kv_kinds(decoder(small, FULL, small), block_bytes, max_model_len=8)
+    assert [(kind.name, kind.window, kind.layers) for kind in kinds] == [("full", None, (1,)), ("window", 8, (0, 2))]
+
+
 def test_without_kinds_all_layers_are_full_as_windows_only_mask() -> None:
     (kind,) = kv_kinds(decoder(WINDOW, FULL), block_bytes, has_kinds=False)
     assert kind.name == "full" and kind.window is None and kind.layers == (0, 1)

@@ -261,6 +261,15 @@ def test_a_cache_with_windows_holds_more_tokens_and_says_how_many_times_as_many(
     assert told["num_slabs"] * told["slab_bytes"] == row.num_bytes
 
 
+def test_layers_that_read_anothers_cache_are_named_as_of_no_memory():
+    def shared(num_bytes: int, length: int) -> KVLayout:
+        layout = windowed(num_bytes, length)
+        return replace(layout, place=(*layout.place, (0, 0), (1, 3)))
+
+    what = replace(sizing(ROOMY, kv_cache_bytes=100_000), layout_of=shared).plan(960).row("kv_cache").what
+    assert "1 of 7 layers keep all tokens, 4 the last 32, 2 none of their own: " in what
+
+
 def test_a_sequence_fits_that_would_not_if_all_layers_kept_all_tokens():
     made = replace(sizing(kv_cache_bytes=20_000), layout_of=windowed)
     assert sizing(kv_cache_bytes=20_000).longest(4096) == 320

@@ -12,10 +12,8 @@ import numpy as np
 
 from ....kernels.native.cache import NativeCache
 from ....kernels.native.model import NativeModel
-from ....model.decoder.growing_tables import GrowingTables
-from ....model.decoder.native_decoder import NativeDecoder
-from ....model.decoder.native_lora import NativeLoraTable
-from ....model.decoder.rope import short_length
+from ....model.decoder.native_decoder import NativeDecoder, NativeLoraTable
+from ....model.decoder.rope import GrowingTables, short_length
 from ....model.families.names import EMBEDDING
 from ....model.spec import DecoderSpec
 from ....runtime.env.cpus import ComputeThreads

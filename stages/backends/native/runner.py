@@ -13,9 +13,8 @@ from ....kernels.native.cache import NativeCache
 from ....kernels.native.model import NativeModel
 from ....kernels.native.slot_step import NO_IDS, NativeChooser, SlotStep
 from ....kernels.native.step_chain import StepChain
-from ....model.decoder.growing_tables import GrowingTables
-from ....model.decoder.native_decoder import NativeDecoder
-from ....model.decoder.native_lora import NativeLoraTable
+from ....model.decoder.native_decoder import NativeDecoder, NativeLoraTable
+from ....model.decoder.rope import GrowingTables
 from ...array_checks import num_true
 from ...device.arrays import Array
 from ...device.pooler import Pooler

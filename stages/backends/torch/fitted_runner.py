@@ -26,6 +26,7 @@ from ...device.scored_prompts import rows_of_a_piece
 from ...errors import ConfigError
 from ...execute.model_runner import ModelRunner
 from ...memory_table import MachineMemory, MemoryTable
+from ...messages import StepGrant
 from ..cache_size import CacheSizing, MemoryNeeds, free_host_share, host_blocks_by_kind, num_host_blocks
 from ..cuda.cuda_graphs import most_rows
 from ..memory_needs import (
@@ -39,7 +40,7 @@ from ..memory_needs import (
     sizing_on_cpu,
     slot_bytes,
 )
-from ..rates import largest_grant
+from ..rates import largest_grant, with_tables
 from ..recurrent_settings import num_snapshots
 from .kv_dtype import kv_dtype_of, kv_scales_of
 from .leading import LeadingAdapters, LeadingDecoder
@@ -241,14 +242,28 @@ def _sizing_on_gpu(
 
 def _peak_step_bytes(config: EngineConfig, shape: DecoderSpec, decoder: TorchDecoder, max_model_len: int) -> int:
     """Runs the largest step on a cache of its own, and measures the memory it takes besides."""
-    grant = largest_grant(config, max_model_len)
-    runner = make_runner(config, shape, decoder, len(grant.table_blocks), max_model_len)
+    runner, grant = largest_step(config, shape, decoder, max_model_len)
     torch.cuda.synchronize(decoder.device)
     torch.cuda.reset_peak_memory_stats(decoder.device)
     before = torch.cuda.memory_allocated(decoder.device)
     runner.forward(grant)
     torch.cuda.synchronize(decoder.device)
     return torch.cuda.max_memory_allocated(decoder.device) - before
+
+
+def largest_step(
+    config: EngineConfig, shape: DecoderSpec, decoder: TorchDecoder, max_model_len: int
+) -> tuple[ModelRunner, StepGrant]:
+    """The largest step, and a runner with a cache for it; of layers of several sizes the kinds share its blocks."""
+    grant = largest_grant(config, max_model_len)
+    num_blocks, layout = len(grant.table_blocks), None
+    if not shape.has_one_shape:
+        by_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
+        layout = layouts(config, shape, by_block, runs_kinds=True)(2 * num_blocks * by_block, max_model_len)
+        assert layout is not None, "missing() refuses others"
+        num_blocks = layout.num_blocks[0]
+    runner = make_runner(config, shape, decoder, num_blocks, max_model_len, layout=layout)
+    return runner, with_tables(runner, grant)
 
 
 def _adapter_bytes(config: EngineConfig, shape: DecoderSpec, decoder: TorchDecoder) -> int:

@@ -22,7 +22,7 @@ from ....model.decoder.emulated_shards import emulated
 from ....model.decoder.lora_linear import LoraTable
 from ....model.decoder.lora_slots import LoraSlots
 from ....model.decoder.weights import DecoderWeights, load_weights
-from ....model.sharding.shard import RankShare
+from ....model.sharding.shard import RankShare, spec_of
 from ....model.spec import DecoderSpec
 from ....runtime.device_streams.interface import DeviceStreams
 from ....runtime.env.cpus import ComputeThreads
@@ -281,8 +281,8 @@ def _check_fit(
     shards = [RankShare(rank, config.tensor_parallel_size) for rank in range(config.tensor_parallel_size)]
     shards = shards if device.type == "cpu" else shards[:1]
     weights, form = sum(bytes_kept(shape, lambda _: dtype.itemsize, shard) for shard in shards), name_of(dtype)
-    num_heads = len(shards) * len(range(shape.num_kv_heads)[shards[0].key_heads(shape.num_kv_heads)])
-    cached = 2 * len(shape.kv_layers) * num_heads * shape.head_dim  # bytes of a token
+    of_rank = shape if config.tensor_parallel_size == 1 else spec_of(shape, shards[0])
+    cached = len(shards) * of_rank.cached_numbers  # bytes of a token
     cached *= 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
     by_block, runs_kinds = cached * config.block_size, Decoder.runs_kinds and config.tensor_parallel_size == 1
     fit = WeightsFit(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.families.row import BOTH, FALLBACK, NEITHER, OWN, Path, Row, layer_types, row
+from tests.families.rows.gemma4 import INPUTS
 from tests.families.rows.norms import TWO_ROPES
 from tests.families.rows.served import LLAMA3, TEMPERED
 
@@ -67,10 +68,43 @@ GEMMA3 = {
     "layer_types": layer_types("sfsf"),
     "rope_parameters": TWO_ROPES,
 }
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "sliding_window": 16,
+    "layer_types": layer_types("sfsf"),
+    "per_layer_config": {1: {"head_dim": 16}, 3: {"head_dim": 16}},
+    "final_logit_softcapping": 8.0,
+}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 
 ROWS = (
     image_model("gemma3-image", "gemma3", seed=7, embed_std=0.024, text=GEMMA3, image="image_token_index"),
+    image_model(
+        "gemma4-image",
+        "gemma4",
+        {**GEMMA4, **INPUTS, "model_type": "gemma4_text", "num_kv_shared_layers": 2},
+        embed_std=0.08,
+        vision={
+            **SIGHT,
+            "model_type": "gemma4_vision",
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "position_embedding_size": 64,
+        },
+    ),
+    image_model(
+        "gemma4-unified",
+        "gemma4_unified",
+        {**GEMMA4, "model_type": "gemma4_unified_text"},
+        embed_std=0.08,
+        vision={
+            "model_type": "gemma4_unified_vision",
+            "mm_embed_dim": 16,
+            "mm_posemb_size": 16,
+            "output_proj_dims": 16,
+        },
+    ),
     image_model(
         "mistral3-image",
         "mistral3",

@@ -36,17 +36,26 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+SHARED = {  # the last two layers read the caches of the second and third
+    **CONFIG,
+    "model_type": "gemma4_text",
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 0,
+    "per_layer_config": {},
+}
+
+
+@pytest.fixture(scope="module", params=[CONFIG, SHARED], ids=["gemma3", "gemma4"])
+def decoder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Decoder:
     folder = tmp_path_factory.mktemp("gemma")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(request.param))
     spec = read_spec(Path(folder))
     weights = load_weights(folder, spec, torch.device("cpu"), torch.float32, "dummy")
     return Decoder(spec, weights, kernel_set.load("torch"))
 
 
 def layout_of(decoder: Decoder, num_bytes: int) -> KVLayout:
-    per_layer = KVCache.bytes_per_block(decoder.spec, BLOCK_SIZE, torch.float32) // decoder.spec.num_layers
+    per_layer = KVCache.bytes_per_block(decoder.spec, BLOCK_SIZE, torch.float32) // len(decoder.spec.kv_layers)
     return kv_layout(decoder.spec, BLOCK_SIZE, num_bytes, lambda _: per_layer)
 
 

@@ -10,8 +10,7 @@ import torch
 from transformers import Phi3Config
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from millrace.model.decoder.growing_tables import GrowingTables
-from millrace.model.decoder.rope import decoder_tables, short_length, tables_bytes
+from millrace.model.decoder.rope import GrowingTables, decoder_tables, short_length, tables_bytes
 from millrace.model.families.registry import parse_config
 from millrace.model.rope_config import RopeConfig
 from tests.families.rows.layer_norm import longrope

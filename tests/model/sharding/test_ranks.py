@@ -193,3 +193,10 @@ def test_heads_that_ranks_cannot_share_are_refused_with_numbers(roots: dict[str,
     spec = read_spec(roots["odd heads"])
     assert why_not_cut(spec, 3) is None
     assert why_not_cut(spec, 2) == ("must divide 9 heads, and divide 3 key/value heads or be a multiple; use 1, 3 or 9")
+
+
+def test_layers_that_read_anothers_cache_are_refused(roots: dict[str, Path]) -> None:
+    spec = read_spec(roots["odd heads"])
+    shared = replace(spec.layers[0], mixer=replace(spec.attention, kv_of=0))
+    problem = why_not_cut(replace(spec, layers=(spec.layers[0], shared)), 3)
+    assert problem is not None and "differ in keys and values, which ranks do not share; use 1" in problem

@@ -22,7 +22,7 @@ from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.loading import model
 from millrace.stages.loading.early import EarlyLoading, OpenedModel
-from millrace.stages.loading.model_impl import check_dtype
+from millrace.stages.loading.model_impl import check_dtype, check_uneven
 
 CONFIG = json.loads((WEIGHTS / "config.json").read_text())
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -205,6 +205,21 @@ def test_float16_is_refused_for_families_with_activations_beyond_it(dtype: Any, 
     with pytest.raises(ConfigError, match=r"activations of gemma3.* exceed 65504, .* use dtype = bfloat16 or float32$"):
         check_dtype(EngineConfig(dtype=dtype), spec)
     check_dtype(EngineConfig(dtype="bfloat16"), spec)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mend"), [({"enable_lora": True}, "merge_adapter"), ({"kv_cache_dtype": "fp8"}, "auto")]
+)
+def test_what_takes_all_caches_to_be_alike_is_refused_for_layers_that_share_them(
+    settings: dict[str, Any], mend: str
+) -> None:
+    shape = read_spec(WEIGHTS)
+    check_uneven(EngineConfig(**settings), shape)
+    shared = replace(shape.layers[0], mixer=replace(shape.attention, kv_of=0))
+    shape = replace(shape, layers=(shape.layers[0], shared))
+    check_uneven(EngineConfig(), shape)
+    with pytest.raises(ConfigError, match=rf"{next(iter(settings))} = .* layers differ in keys and values; use {mend}"):
+        check_uneven(EngineConfig(**settings), shape)
 
 
 def test_float16_is_refused_for_such_a_model_through_transformers_too(

@@ -122,7 +122,7 @@ def test_steps_in_flight_behind_a_stop_harm_no_sequence_that_takes_the_slot(llm:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-next-dense", "lfm2", "granite-hybrid-dense", "bamba", "nemotron-h"])
+@pytest.mark.parametrize("name", ["lfm2", "granite-hybrid-dense", "nemotron-h"])
 def test_choices_share_the_state_of_their_prompt_also_when_swapped_and_cached(
     tmp_path: Path, entry: Entry, name: str
 ) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -56,15 +57,33 @@ class Imported:
     num_modules = 0
 
 
+class Collected:
+    """Whether a whole collection has taken long since then: models that tests keep are many objects too."""
+
+    was_slow = False
+    began_s = 0.0
+
+    @classmethod
+    def note(cls, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2 and phase == "start":
+            cls.began_s = time.perf_counter()
+        elif info["generation"] == 2:
+            cls.was_slow |= time.perf_counter() - cls.began_s > SLOW_S
+
+
+SLOW_S = 0.05
+gc.callbacks.append(Collected.note)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """What a test has imported stays as well. An engine collects garbage when it stops, which would take half a second
     in a process that has seen transformers' models; hundreds of tests stop one or more."""
     result = yield
-    if len(sys.modules) > Imported.num_modules + 20:
+    if len(sys.modules) > Imported.num_modules + 20 or Collected.was_slow:
         gc.collect()
         gc.freeze()
-        Imported.num_modules = len(sys.modules)
+        Imported.num_modules, Collected.was_slow = len(sys.modules), False
     return result
 
 

@@ -108,9 +108,11 @@ def _sizes_by_layer(keys: ConfigKeys, found: Sizes, types: Sequence[str]) -> lis
         own = {str(index): full for index, kind in enumerate(types) if kind == FULL}
     if not isinstance(own, dict) or not all(isinstance(sizes, dict) for sizes in own.values()):
         keys.fail("per_layer_config", f"must hold an object for each number of a layer, not {quoted(own)}")
+    # "05" is layer 5: transformers pads the numbers to one length
+    own = {int(name) if name.isascii() and name.isdigit() else name: sizes for name, sizes in own.items()}
     by_layer = []
     for index in range(len(types)):
-        values = own.get(str(index), {})
+        values = own.get(index, {})
         if others := sorted(values.keys() - set(OWN_KEYS)):
             keys.refuse("per_layer_config", f"{quoted(others[0])} of layer {index} is not supported; {OWN_KEYS} are")
         layer = ConfigKeys(values, f"{keys.source}: per_layer_config: {index}")

@@ -25,7 +25,8 @@ from tests.deploy.running import RunningServer
 PAGE = ROOT / "deploy" / "docs" / "deployment.md"
 BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 COMMANDS = [shlex.split(line) for block in BLOCKS for line in block.splitlines()]
-PROGRAMS = {"millrace", "curl", "docker", "kubectl", "helm", "pip", "ray", "serve"}  # serve: Ray's
+PROGRAMS = {"millrace", "curl", "docker", "kubectl", "helm", "pip", "ray", "serve", "(umask"}  # serve: Ray's
+OF_COMMANDS = {"--listen", "--fleet-key-file", "--metrics-port", "--engine"}  # options that are no settings
 (COMBINED,) = (
     ["millrace", "serve", *found.split()] for found in re.findall(r"`(--data\S+ \d[^`]*)`", PAGE.read_text())
 )
@@ -48,7 +49,7 @@ def test_millrace_has_each_option_and_accepts_its_value(
     assert cli.main([*command[1:], "--print-config"]) == 0
     shown = capsys.readouterr().out
     for option, value in zip(command, command[1:], strict=False):
-        if option.startswith("--"):
+        if option.startswith("--") and option not in OF_COMMANDS:
             assert re.search(rf"^{option[2:].replace('-', '_')}\W.*\b{value}\b", shown, re.MULTILINE), shown
 
 

@@ -31,6 +31,8 @@ def missing(spec: DecoderSpec, backend: Backend) -> list[str]:
         found["layers whose heads have different sizes"] = None
     elif not spec.has_one_shape and len({_sizes(one) for one in spec.attentions if _sees_all(one)}) != 1:
         found["layers whose heads have different sizes, of which not one size sees all keys"] = None
+    if spec.latents and len(spec.latents) < len(spec.attentions):
+        found["latents beside keys and values"] = None
     found.update(dict.fromkeys(_of_longrope(spec)))
     if backend == "native" and not found:
         found.update(dict.fromkeys(_of_native_step(spec)))
@@ -51,9 +53,7 @@ def _of_layer(layer: LayerSpec) -> Iterator[str]:
     if isinstance(mixer, RecurrentSpec):
         if mixer.kind not in ("gdn", "mamba2", "short_conv"):
             yield f"recurrent layers: {mixer.kind}"
-    elif isinstance(mixer, LatentSpec):
-        yield "latent attention"
-    elif mixer is not None:
+    elif isinstance(mixer, AttentionSpec):
         yield from _of_attention(mixer)
     if layer.is_post_norm:
         yield "norms after the residual is added"
@@ -76,6 +76,8 @@ def _of_torch_alone(layer: LayerSpec) -> Iterator[str]:
     mixer = layer.mixer
     if isinstance(mixer, RecurrentSpec):
         yield f"recurrent layers: {mixer.kind}"
+    if isinstance(mixer, LatentSpec):
+        yield "latent attention"
     if mixer is None:
         yield "layers without attention"
     if layer.feed is None:

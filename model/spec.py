@@ -87,7 +87,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
-    """Attention over a compressed cache (multi-head latent attention)."""
+    """Attention over a compressed cache (multi-head latent attention): see `kernels/reference/latents.py`."""
 
     num_heads: int
     q_rank: int | None  # of the compressed query; None = queries are projected directly
@@ -95,8 +95,24 @@ class LatentSpec:
     nope_dim: int  # numbers of a head without rotation
     rope_dim: int  # rotated numbers of a head, whose key all heads share
     value_dim: int
-    scale: float
+    scale: (
+        float  # multiplies q @ k of nope_dim + rope_dim numbers; usually their sum ** -0.5, times mscale ** 2 of yarn
+    )
     rope: int = 0
+    norm: NormSpec = NormSpec()  # of the compressed query, and of the latent
+    has_bias: bool = False  # of the products that compress
+    has_output_bias: bool = False
+
+    @property
+    def query_size(self) -> int:
+        """Numbers of a token's queries."""
+        return self.num_heads * (self.nope_dim + self.rope_dim)
+
+    @property
+    def cached(self) -> AttentionSpec:
+        """Attention over the cache: all heads read one head, whose value is the first `kv_rank` numbers of its key."""
+        size = self.kv_rank + self.rope_dim
+        return AttentionSpec(num_heads=self.num_heads, num_kv_heads=1, head_dim=size, scale=self.scale, rope=self.rope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,16 +295,23 @@ class DecoderSpec:
 
     @cached_property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """The attention of each layer that has one."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+        """The attention of each layer that has one, over latents as the cache has them."""
+        mixers = [layer.mixer.cached if isinstance(layer.mixer, LatentSpec) else layer.mixer for layer in self.layers]
+        return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+
+    @cached_property
+    def latents(self) -> tuple[LatentSpec, ...]:
+        """The attention of each layer that keeps latents instead of keys and values."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, LatentSpec))
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
-        """The layers that keep keys and values, by number; others may read the cache of one of them."""
+        """The layers that keep keys and values, or latents, by number; others may read the cache of one of them."""
+        mixers = enumerate(layer.mixer for layer in self.layers)
         return tuple(
             index
-            for index, layer in enumerate(self.layers)
-            if isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_of is None
+            for index, one in mixers
+            if isinstance(one, LatentSpec) or (isinstance(one, AttentionSpec) and one.kv_of is None)
         )
 
     @cached_property
@@ -297,9 +320,16 @@ class DecoderSpec:
         mixers = enumerate(layer.mixer for layer in self.layers)
         return {index: one.kv_of for index, one in mixers if isinstance(one, AttentionSpec) and one.kv_of is not None}
 
+    @property
+    def cache_parts(self) -> int:
+        """Parts of a layer in the cache: keys and values, or latents, which are both."""
+        return 1 if self.latents else 2
+
     @cached_property
     def cached_numbers(self) -> int:
-        """Numbers of a token that all layers keep: keys and values."""
+        """Numbers of a token that all layers keep: keys and values, or latents, which are both."""
+        if self.latents:
+            return sum(latent.kv_rank + latent.rope_dim for latent in self.latents)
         return sum(attention.cached_numbers for attention in self.attentions)
 
     @cached_property

@@ -83,6 +83,13 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     v_cache.transpose(1, 2).index_put_(place, v)
 
 
+def write_latents(latents: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """As `write_kv`, of latents [T, G, D], which are keys and values at once."""
+    block_size = cache.shape[2]
+    written, place = _places.get(block_size, (slot_mapping,), lambda: _places_of(slot_mapping, block_size))
+    cache.transpose(1, 2).index_put_(place, latents if written is None else latents[written])
+
+
 def _places_of(slot_mapping: Tensor, block_size: int) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
     """The tokens that are written, None for all; and where: their blocks and the offsets in them."""
     written = (slot_mapping >= 0).nonzero().squeeze(1)

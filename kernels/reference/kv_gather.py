@@ -29,24 +29,32 @@ class GatherBucket(NamedTuple):
 
 
 def gather(k_cache: Tensor, v_cache: Tensor, bucket: GatherBucket) -> tuple[Tensor, Tensor]:
-    """Keys and values of a bucket, [C, G, L, D] each; tokens never written are zero. Copies, or views for a `run`."""
+    """Keys and values of a bucket, [C, G, L, D] each; tokens never written are zero. Copies, or views for a `run`.
+
+    Where one cache is both, as with latents, they are one tensor.
+    """
+    if v_cache is k_cache:
+        both = _gathered(k_cache, bucket)
+        return both, both
+    return _gathered(k_cache, bucket), _gathered(v_cache, bucket)
+
+
+def _gathered(cache: Tensor, bucket: GatherBucket) -> Tensor:
+    """One of keys and values, [C, G, L, D]."""
     if bucket.run is not None:
-        return _in_place(k_cache, bucket), _in_place(v_cache, bucket)
-    num_groups, block_size, head_dim = k_cache.shape[1:]
+        return _in_place(cache, bucket)
+    num_groups, block_size, head_dim = cache.shape[1:]
     num_rows, num_blocks = bucket.blocks.shape
     num_tokens = num_blocks * block_size
-    halves = []
-    for cache in (k_cache, v_cache):
-        if bucket.sources is not None:
-            half = _block_rows(cache).index_select(0, bucket.sources)
-        else:
-            half = cache[bucket.blocks].transpose(1, 2).reshape(-1, head_dim)
-        if bucket.unwritten is not None:
-            half.view(-1, head_dim).index_fill_(0, bucket.unwritten, 0.0)
-        half = half.view(num_rows, num_groups, num_tokens, head_dim)
-        is_all = bucket.start == 0 and bucket.end == num_tokens
-        halves.append(half if is_all else half[:, :, bucket.start : bucket.end])
-    return halves[0], halves[1]
+    if bucket.sources is not None:
+        found = _block_rows(cache).index_select(0, bucket.sources)
+    else:
+        found = cache[bucket.blocks].transpose(1, 2).reshape(-1, head_dim)
+    if bucket.unwritten is not None:
+        found.view(-1, head_dim).index_fill_(0, bucket.unwritten, 0.0)
+    found = found.view(num_rows, num_groups, num_tokens, head_dim)
+    is_all = bucket.start == 0 and bucket.end == num_tokens
+    return found if is_all else found[:, :, bucket.start : bucket.end]
 
 
 def run_of(k_cache: Tensor, v_cache: Tensor, blocks: Tensor) -> int | None:

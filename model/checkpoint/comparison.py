@@ -23,6 +23,17 @@ SIZES_OF = {  # parts of a decoder -> keys of the sizes of their weights
     "q_norm k_norm": ["head_dim"],
     "gate_proj up_proj down_proj": ["intermediate_size", "hidden_size"],
 }
+_QUERY = ["num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"]
+SIZES_OF_LATENTS = {
+    "q_a_proj": ["q_lora_rank", "hidden_size"],
+    "q_a_layernorm": ["q_lora_rank"],
+    "q_b_proj": [*_QUERY, "q_lora_rank"],
+    "q_proj": [*_QUERY, "hidden_size"],
+    "kv_a_proj_with_mqa": ["kv_lora_rank", "qk_rope_head_dim", "hidden_size"],
+    "kv_a_layernorm": ["kv_lora_rank"],
+    "kv_b_proj": ["num_attention_heads", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank"],
+    "o_proj": ["num_attention_heads", "v_head_dim", "hidden_size"],
+}
 
 
 def check_tensors(checkpoint: StoredTensors, sources: TensorSources, spec: DecoderSpec, family: Family) -> None:
@@ -102,7 +113,7 @@ def _layer_of(name: str, family: Family) -> int:
 def _sizes(name: str, spec: DecoderSpec) -> str:
     """The keys of config.json from which the shape of a canonical tensor follows, with their values."""
     moe = next((moe for moe in spec.mixtures if ".experts." in name), None)
-    values = {
+    values: dict[str, int | None] = {
         "vocab_size": spec.vocab_size,
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
@@ -110,8 +121,13 @@ def _sizes(name: str, spec: DecoderSpec) -> str:
         "intermediate_size": spec.intermediate_size if moe is None else moe.expert.intermediate_size,
         "hidden_size": spec.hidden_size,
     }
+    sizes_of = SIZES_OF
+    for latent in spec.latents[:1]:
+        ranks = {"q_lora_rank": latent.q_rank, "kv_lora_rank": latent.kv_rank, "v_head_dim": latent.value_dim}
+        values |= ranks | {"qk_nope_head_dim": latent.nope_dim, "qk_rope_head_dim": latent.rope_dim}
+        sizes_of = SIZES_OF_LATENTS | SIZES_OF
     kind = name.split(".")[-2]
-    keys = next((keys for kinds, keys in SIZES_OF.items() if kind in kinds.split()), ["hidden_size"])
+    keys = next((keys for kinds, keys in sizes_of.items() if kind in kinds.split()), ["hidden_size"])
     return ", ".join(f"{key} = {values[key]}" for key in keys)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ from ...kernels.reference.recurrent import SequenceRows
 from ...kernels.tilings.tables import Tilings
 from ..sharding.comm import Comm, ordered_sum
 from ..sharding.shard import RankShare
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, RecurrentSpec
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LatentSpec, LayerSpec, MoeSpec, RecurrentSpec
 from .experts import Experts
 from .few_rows import FewRowProducts, LayerProducts
 from .kv_cache import KVCache
-from .layer_inputs import LayerInputs
+from .latents import LatentLayer
 from .linear import Linear, held
 from .lora_linear import LoraTable
 from .lora_slots import LoraSlots
@@ -35,6 +35,8 @@ from .recurrent import RecurrentLayer
 from .rope import alibi_slopes, decoder_tables, query_factors
 from .step_inputs import StepInputs
 from .weights import DecoderWeights, LayerInputWeights, LayerWeights, NormWeights
+
+HALF_ROOT = 2.0**-0.5  # of the sum of table and projection
 
 
 class Decoder:
@@ -91,7 +93,7 @@ class Decoder:
         self._blocks = [
             _Layer(self, *layer) for layer in zip(spec.layers, weights.layers, self.few_rows.layers, strict=True)
         ]
-        self._layer_inputs = LayerInputs(spec, weights, kernels)
+        self._layer_inputs = _LayerInputs(spec, weights, kernels)
         self._embedding_scale = float(torch.tensor(spec.embedding.scale, dtype=self.dtype))
 
     @torch.inference_mode()
@@ -163,12 +165,9 @@ class Decoder:
         """What a layer adds to x [T, hidden] of its input [T, width]; as x."""
         return self._layer_inputs.part(x, layer_input, weights)
 
-    def tables_of(self, attention: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
+    def tables_of(self, attention: AttentionSpec) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """The rotary tables of a layer, [P, D_rot / 2] f32 each; None = it does not rotate."""
-        if attention.rope is None:
-            return None, None
-        cos, sin = self._tables[attention.rope]
-        return cos, sin
+        return (None, None) if attention.rope is None else self._tables[attention.rope]
 
     def tables_by_position(self, attention: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
         """The factors of queries [P] and the slopes of alibi [H], or [H, P], f32; equal layers share them."""
@@ -202,6 +201,31 @@ class Decoder:
         return self.norm(residual, weights.embedding_norm)
 
 
+class _LayerInputs:
+    """What layers get of each token besides the residual, of models that have it: see `PerLayerInputs`."""
+
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, kernels: KernelSet) -> None:
+        self.spec, self.weights, self.kernels = spec.embedding.per_layer, weights.per_layer, kernels
+        if self.spec is not None:
+            self._scale = float(torch.tensor(self.spec.scale, dtype=weights.embedding.dtype))
+
+    def of(self, residual: Tensor, ids: Tensor) -> Tensor | None:
+        """The inputs [T, layers, width] of tokens `ids` [T], with their first residual [T, hidden]; None: none."""
+        if self.spec is None or self.weights is None:
+            return None
+        table = self.weights.table.index_select(0, ids) * self._scale
+        projected = self.weights.projection(residual) * self.spec.projection_scale
+        shape = (len(ids), -1, self.spec.width)
+        projected = normed(projected.view(shape), self.weights.norm, self.kernels)
+        return (projected + table.view(shape)) * HALF_ROOT
+
+    def part(self, x: Tensor, layer_input: Tensor, weights: LayerInputWeights) -> Tensor:
+        """What a layer adds to x [T, hidden] of its input [T, width]; as x."""
+        assert self.spec is not None
+        inner = self.kernels.activated_linear(x, None, weights.gate, self.spec.activation) * layer_input
+        return normed(weights.up(inner), weights.norm, self.kernels)
+
+
 class _Layer:
     """One layer, with what does not change between steps prepared."""
 
@@ -216,6 +240,7 @@ class _Layer:
             assert weights.recurrent is not None
             self.recurrent = RecurrentLayer(spec.mixer, weights.recurrent)
         self.has_more = weights.layer_input is not None or weights.output_scale is not None  # after `run`
+        self.latent = _latent_layer(decoder, spec.mixer, weights) if isinstance(spec.mixer, LatentSpec) else None
         if isinstance(spec.mixer, AttentionSpec):
             self.is_reader = spec.mixer.kv_of is not None  # of another layer's cache
             self.makes_values = not self.is_reader and (spec.mixer.is_k_v or weights.v_norm is not None)
@@ -244,7 +269,10 @@ class _Layer:
             mixed = self._recur(self.recurrent, residual, index, cache, rows)
             residual = self._add(residual, mixed, weights.output, products.output, weights.post_mixer)
         elif self.spec.mixer is not None:
-            seen = self._attend(residual, self.pre_mixer, index, inputs, cache, plan)
+            if self.latent is None:
+                seen = self._attend(residual, self.pre_mixer, index, inputs, cache, plan)
+            else:
+                seen = self.latent.run(residual, self.pre_mixer, products.qkv, index, inputs, cache, plan)
             residual = self._add(residual, seen, weights.output, products.output, weights.post_mixer)
         if self.spec.feed is None:
             return residual
@@ -317,14 +345,15 @@ class _Layer:
         keys, values = cache.layer(index)  # [N, G, B, D]
         k_scale, v_scale = cache.layer_scales(index)  # [G]
         slot_mapping, block_tables = inputs.tables_of(cache.kind_of(index))
-        prologue = (qkv, self.norms, *self.tables, inputs.positions, keys, values, slot_mapping)
+        prologue: tuple[Any, ...] = (qkv, self.norms, *self.tables, inputs.positions, keys, values, slot_mapping)
         if self.is_reader:  # of no heads of keys, the prologue writes none
             prologue = (*prologue[:-3], keys[:, :0], values[:, :0], slot_mapping)
         attend: Callable[..., Tensor] = self.kernels.prologue_decode
         places: tuple[object, ...] = (*prologue, self.query_factors, block_tables, inputs.lengths)
         if self.is_reader or not inputs.is_decode:
             attend = self.kernels.paged_attention
-            q = self.kernels.attention_prologue(*prologue, k_scale, v_scale, self.query_factors)  # [T, H, D]
+            scales = (k_scale, v_scale, self.query_factors)
+            q = self.kernels.attention_prologue(*(*prologue, *scales))  # [T, H, D]
             places = (q, keys, values, block_tables, inputs.query_starts, inputs.lengths)
         seen = attend(  # keywords, as merging two dicts of them takes three times as long
             *places,
@@ -347,6 +376,15 @@ class _Layer:
         assert isinstance(attention, AttentionSpec)
         values = normed(qkv[:, -attention.num_kv_heads :], norm, self.kernels)
         return torch.cat((qkv if attention.is_k_v else qkv[:, : -attention.num_kv_heads], values), 1)
+
+
+def _latent_layer(decoder: Decoder, mixer: LatentSpec, weights: LayerWeights) -> LatentLayer:
+    assert weights.latent is not None and weights.k_norm is not None
+    cos, sin = decoder.tables_of(mixer.cached)
+    latent_norm = _row_norm(weights.k_norm)
+    assert cos is not None and sin is not None and latent_norm is not None
+    norms = _row_norm(weights.q_norm), latent_norm
+    return LatentLayer(mixer, weights.latent, held(weights.qkv), norms, (cos, sin), decoder.kernels)
 
 
 def _alibi(attention: AttentionSpec, decoder: Decoder) -> Tensor | None:

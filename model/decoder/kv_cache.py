@@ -28,6 +28,7 @@ class KVCache:
     On a GPU a block is contiguous over all layers, [N, layers, 2, G, B, D], so swapping or copying it is one transfer.
     On a CPU the blocks of a head are contiguous, [layers, 2, G, N, B, D], so a layer's gather stays within a range of
     memory, and consecutive blocks can be read in place. Kernels take strides and see [N, G, B, D] in both cases.
+    Latents are keys and values at once: 1 in place of 2, and one head.
 
     A cache with blocks of several kinds is slabs, and each kind sees all of them as its blocks, [N, layers of the kind,
     2, G, B, D] anywhere. The caller lends a slab to one kind at a time.
@@ -71,7 +72,8 @@ class KVCache:
             self._places = {layer: place for layer, place in enumerate(layout.place) if place is not None}
         else:
             assert config.has_one_shape, "heads of different sizes need a layout"
-            heads, tile = (len(config.kv_layers), 2, config.num_kv_heads), (block_size, config.head_dim)
+            heads = len(config.kv_layers), config.cache_parts, config.num_kv_heads
+            tile = block_size, config.head_dim
             self.data_of = self._copied = [zeros(self._shape(num_blocks, heads, tile), dtype, device)]
             self._places = {layer: (0, place) for place, layer in enumerate(config.kv_layers)}
             self._places |= {layer: self._places[donor] for layer, donor in config.donors.items()}
@@ -79,7 +81,8 @@ class KVCache:
         axes = (1, 2, 0, 3, 4, 5) if self.is_block_major else (0, 1, 3, 2, 4, 5)
         by_layer = [data.permute(axes) for data in self.data_of]
         self._layers = {
-            layer: (by_layer[kind][place, 0], by_layer[kind][place, 1]) for layer, (kind, place) in self._places.items()
+            layer: (by_layer[kind][place, 0], by_layer[kind][place, -1])
+            for layer, (kind, place) in self._places.items()
         }
         self._scales: dict[int, tuple[Tensor, Tensor] | tuple[None, None]] = dict.fromkeys(self._layers, (None, None))
         if scales is not None:
@@ -98,7 +101,7 @@ class KVCache:
         return self._places[index][0]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, views of [N, G, B, D] each."""
+        """Keys and values of one layer, views of [N, G, B, D] each; of the same memory, if it keeps latents."""
         return self._layers[index]
 
     def layer_scales(self, index: int) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -72,8 +72,12 @@ def _attention_bytes(
         qkv += heads + 2 * cached
     project = config.hidden_size * wide + layer.qkv_size * (wide + size)
     rotate = qkv * size + 8 * heads  # four halves of each head in float32
+    for latent in config.latents[:1]:
+        joined = (latent.q_rank or 0) + latent.query_size + latent.cached.head_dim
+        project = config.hidden_size * wide + joined * (wide + size)
+        rotate = (joined + 2 * heads) * size  # queries, and twice what they become for the cache
     attend = (qkv + layer.num_heads * layer.head_dim) * size
-    gathered = 2 * context * cached * size
+    gathered = config.cache_parts * context * cached * size
     hidden = _mask_bytes(layer, size, num_tokens, context)
     if is_kv_fp8:  # keys and values in f32, and two copies in 8 bits during the second gather
         gathered = 10 * context * cached

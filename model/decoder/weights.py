@@ -23,6 +23,7 @@ from ..spec import (
     AttentionSpec,
     DecoderSpec,
     FeedSpec,
+    LatentSpec,
     LayerSpec,
     Mixer,
     MoeSpec,
@@ -78,11 +79,24 @@ class PerLayerWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LatentWeights:
+    """What a layer has beside the joined product into the ranks, the norms and the output."""
+
+    query: Linear | None  # q_rank -> H * (nope + rope); None: the joined product has the queries
+    keys_values: Tensor  # [H * (nope + value), kv_rank]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held in memory."""
+        return _tensors_in(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayerWeights:
     """One layer. What its `LayerSpec` does not have is None."""
 
     pre_mixer: NormWeights | None
-    # hidden -> (H + 2 G) * D: queries, keys, values, and H * D more for a gate; or what a recurrent layer reads
+    # hidden -> (H + 2 G) * D: queries, keys, values, and H * D more for a gate; or what a recurrent layer reads, or
+    # queries, or what they are made of, and latents
     qkv: Linear | None
     q_norm: NormWeights | None
     k_norm: NormWeights | None
@@ -90,6 +104,7 @@ class LayerWeights:
     sinks: Tensor | None  # [H] f32
     output: Linear | None  # H * D -> hidden
     recurrent: RecurrentWeights | None = None
+    latent: LatentWeights | None = None
     post_mixer: NormWeights | None
     pre_feed: NormWeights | None
     gate_up: Linear | None  # hidden -> 2 F: gate, up; hidden -> F without a gate
@@ -105,7 +120,9 @@ class LayerWeights:
         return _tensors_in(self)
 
 
-def _tensors_in(parts: RecurrentWeights | LayerWeights | LayerInputWeights | PerLayerWeights) -> Iterator[Tensor]:
+def _tensors_in(
+    parts: RecurrentWeights | LatentWeights | LayerWeights | LayerInputWeights | PerLayerWeights,
+) -> Iterator[Tensor]:
     for field in fields(parts):
         value = getattr(parts, field.name)
         for part in value if isinstance(value, tuple) else (value,):
@@ -288,6 +305,8 @@ class _Loader:
             return parts | {"qkv": joined, "output": output, "recurrent": self._recurrent(mixer, name)}
         if mixer is None:
             return parts
+        if isinstance(mixer, LatentSpec):
+            return parts | self._latent(mixer, name)
         assert isinstance(mixer, AttentionSpec), "missing() refuses others"
         qk_norm = None if mixer.qk_norm is None else mixer.qk_norm.norm
         stems = (*names.qkv_of(mixer), *((names.OUTPUT_GATE,) if mixer.has_output_gate else ()))
@@ -298,6 +317,17 @@ class _Loader:
             "v_norm": None if mixer.v_norm is None else NormWeights(mixer.v_norm, None, None),
             "sinks": self._tensor(name(names.SINKS), dtype=torch.float32) if mixer.has_sinks else None,
             "output": self._linear(name(names.OUTPUT)),
+        }
+
+    def _latent(self, mixer: LatentSpec, name: Callable[[str], str]) -> dict[str, Any]:
+        is_direct = mixer.q_rank is None
+        query = None if is_direct else self._linear(name(names.Q_UP))
+        return {
+            "qkv": self._linear(name(names.Q if is_direct else names.Q_DOWN), name(names.KV_DOWN)),
+            "q_norm": None if is_direct else self._norm(name(names.Q_DOWN_NORM), mixer.norm),
+            "k_norm": self._norm(name(names.KV_DOWN_NORM), mixer.norm),
+            "output": self._linear(name(names.OUTPUT)),
+            "latent": LatentWeights(query=query, keys_values=self._tensor(f"{name(names.KV_UP)}.weight")),
         }
 
     def _recurrent(self, mixer: RecurrentSpec, name: Callable[[str], str]) -> RecurrentWeights:

@@ -19,7 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, NormSpec, PerLayerInputs, RecurrentSpec
+from ..spec import (
+    AttentionSpec,
+    DecoderSpec,
+    FeedSpec,
+    LatentSpec,
+    LayerSpec,
+    MoeSpec,
+    NormSpec,
+    PerLayerInputs,
+    RecurrentSpec,
+)
 
 Shape = tuple[int, ...]
 Stems = tuple[str, str, str]  # of gate, up and down
@@ -31,6 +41,10 @@ PRE_MIXER, POST_MIXER = f"{LAYER}.input_layernorm", f"{LAYER}.post_mixer_layerno
 PRE_FEED, POST_FEED = f"{LAYER}.post_attention_layernorm", f"{LAYER}.post_feed_layernorm"
 Q, K, V, OUTPUT = (f"{LAYER}.self_attn.{name}_proj" for name in "qkvo")
 Q_NORM, K_NORM, SINKS = (f"{LAYER}.self_attn.{name}" for name in ("q_norm", "k_norm", "sinks"))
+# Of latents: products into the ranks, with their norms, and out of them
+Q_DOWN, KV_DOWN = f"{LAYER}.self_attn.q_a_proj", f"{LAYER}.self_attn.kv_a_proj_with_mqa"
+Q_DOWN_NORM, KV_DOWN_NORM = f"{LAYER}.self_attn.q_a_layernorm", f"{LAYER}.self_attn.kv_a_layernorm"
+Q_UP, KV_UP = f"{LAYER}.self_attn.q_b_proj", f"{LAYER}.self_attn.kv_b_proj"
 DENSE = GATE, UP, DOWN = f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.down_proj"
 ACTIVATION = f"{LAYER}.mlp.act_alpha"  # the two numbers of xIELU
 ROUTER, CHOICE_BIAS = f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate.e_score_correction_bias"
@@ -116,6 +130,8 @@ def _layer(layer: LayerSpec, hidden: int) -> Iterator[Target]:
     yield from _norm(PRE_MIXER, hidden, layer.pre_mixer)
     if isinstance(layer.mixer, AttentionSpec):
         yield from _attention(layer.mixer, hidden)
+    elif isinstance(layer.mixer, LatentSpec):
+        yield from _latent(layer.mixer, hidden)
     elif isinstance(layer.mixer, RecurrentSpec):
         yield from _recurrent(layer.mixer, hidden)
     yield from _norm(POST_MIXER, hidden, layer.post_mixer)
@@ -159,6 +175,19 @@ def qkv_of(attention: AttentionSpec) -> tuple[str, ...]:
     if attention.kv_of is not None:
         return (Q,)
     return (Q, K) if attention.is_k_v else (Q, K, V)
+
+
+def _latent(mixer: LatentSpec, hidden: int) -> Iterator[Target]:
+    if mixer.q_rank is None:
+        yield from _linear(Q, mixer.query_size, hidden, mixer.has_bias)
+    else:
+        yield from _linear(Q_DOWN, mixer.q_rank, hidden, mixer.has_bias)
+        yield from _norm(Q_DOWN_NORM, mixer.q_rank, mixer.norm)
+        yield from _linear(Q_UP, mixer.query_size, mixer.q_rank, False)
+    yield from _linear(KV_DOWN, mixer.kv_rank + mixer.rope_dim, hidden, mixer.has_bias)
+    yield from _norm(KV_DOWN_NORM, mixer.kv_rank, mixer.norm)
+    yield from _linear(KV_UP, mixer.num_heads * (mixer.nope_dim + mixer.value_dim), mixer.kv_rank, False)
+    yield from _linear(OUTPUT, hidden, mixer.num_heads * mixer.value_dim, mixer.has_output_bias)
 
 
 def projections(mixer: RecurrentSpec) -> dict[str, int]:
@@ -267,6 +296,15 @@ def interleaved(attention: AttentionSpec, rotary_dim: int) -> Names:
         Q: Rows(Q, halves(attention.num_heads, dim, rotary_dim)),
         K: Rows(K, halves(attention.num_kv_heads, dim, rotary_dim)),
     }
+
+
+def interleaved_latents(mixer: LatentSpec) -> Names:
+    """Queries and rotated keys of a checkpoint that rotates neighbours, behind the numbers that do not rotate."""
+    rotated, queries = halves(1, mixer.rope_dim), Q if mixer.q_rank is None else Q_UP
+    head = np.concatenate([np.arange(mixer.nope_dim), mixer.nope_dim + rotated])
+    rows = (np.arange(mixer.num_heads)[:, None] * len(head) + head).reshape(-1)
+    keys = np.concatenate([np.arange(mixer.kv_rank), mixer.kv_rank + rotated])
+    return {queries: Rows(queries, rows), KV_DOWN: Rows(KV_DOWN, keys)}
 
 
 def stacked(*sizes: int) -> list[slice]:

@@ -93,18 +93,21 @@ def windows(
 
 
 def layer_types(
-    keys: ConfigKeys, num_layers: int, known: tuple[str, ...] = ("full_attention", "sliding_attention")
+    keys: ConfigKeys,
+    num_layers: int,
+    known: tuple[str, ...] = ("full_attention", "sliding_attention"),
+    key: str = "layer_types",
 ) -> list[str] | None:
     """The type of each layer, one of `known`; None if the file does not list them."""
-    types = keys.values.get("layer_types")
+    types = keys.values.get(key)
     if types is None:
         return None
     if not isinstance(types, list) or len(types) != num_layers:
-        keys.fail("layer_types", f"must list one type for each of the {num_layers} layers")
+        keys.fail(key, f"must list one type for each of the {num_layers} layers")
     for kind in types:
         if kind not in known:
             names = ", ".join(f"'{name}'" for name in known)
-            keys.fail("layer_types", f"{quoted(kind)} is not supported; supported: {names}")
+            keys.fail(key, f"{quoted(kind)} is not supported; supported: {names}")
     return types
 
 

@@ -58,6 +58,8 @@ def why_not_cut(spec: DecoderSpec, size: int) -> str | None:
         return f"{spec.family} has recurrent layers, which ranks do not share; use 1"
     if not spec.has_one_shape or spec.donors or spec.embedding.per_layer is not None:
         return f"layers of {spec.family} differ in keys and values, which ranks do not share; use 1"
+    if spec.latents:
+        return f"{spec.family} keeps latents of all heads together, which ranks do not share; use 1"
     for attention in dict.fromkeys(spec.attentions):
         heads, keys = attention.num_heads, attention.num_kv_heads
         if attention.qk_norm is not None and attention.qk_norm.over == "row":

@@ -28,6 +28,7 @@ from ...runtime.startup.load_progress import LoadProgress
 from ...runtime.startup.phases import Phases
 from ...runtime.workers.side_thread import LiveSideThread, Pending
 from ..backends.cache_size import free_host_share, total_host_bytes
+from ..backends.latent_settings import check_latents
 from ..backends.merged_adapters import merging_of
 from ..backends.recurrent_settings import check_recurrent
 from ..backends.weights_fit import WeightsFit, bytes_kept, smaller_forms
@@ -126,6 +127,7 @@ class EarlyLoading:
         check_dtype(config, shape)
         check_recurrent(config, shape)
         check_uneven(config, shape)
+        check_latents(config, shape)
         max_model_len = max_model_len_of(config, shape)
         why_not = why_not_native(config, shape)
         if why_not is not None:

@@ -17,6 +17,7 @@ SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 SERVED: dict[str, dict[str, Any]] = {  # keys without which a type is refused
     "bamba": {"attn_layer_indices": [1]},
     "lfm2_moe": {"layer_types": ["full_attention"] * 32},
+    "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "glm4_moe": {"head_dim": 128},  # the class's sizes give a head of 42, of which half is odd
     "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["full_attention"] * 32},

@@ -14,7 +14,7 @@ from transformers.masking_utils import eager_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from millrace.model.families.names import POST_MIXER, PRE_MIXER, SINKS, Rows
-from millrace.model.spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec, NormSpec, RouterSpec
+from millrace.model.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MoeSpec, NormSpec, RouterSpec
 from tests.families.checkpoint import make_model, randomise
 from tests.families.planted import SpecChange, in_layers, plant
 from tests.families.row import Row, row
@@ -71,6 +71,14 @@ def in_attention(**changes: Any) -> SpecChange:
     return in_layers(changed)
 
 
+def in_latents(**changes: Any) -> SpecChange:
+    def changed(layer: LayerSpec) -> LayerSpec:
+        assert isinstance(layer.mixer, LatentSpec)
+        return replace(layer, mixer=replace(layer.mixer, **changes))
+
+    return in_layers(changed)
+
+
 FAULTS: dict[str, tuple[str, SpecChange]] = {
     "the scale of the residual": ("granite", in_layers(lambda layer: replace(layer, residual_scale=1.0))),
     "the scale of the embedding": ("gemma", lambda spec: replace(spec, embedding=replace(spec.embedding, scale=1.0))),
@@ -86,6 +94,7 @@ FAULTS: dict[str, tuple[str, SpecChange]] = {
     "the norm of values": ("gemma4-dense", in_attention(v_norm=None)),
     "the pairs that do not turn": ("gemma4-dense", no_rotary_scaling),
     "the layer whose cache is read": ("gemma4-one-size", in_layers(another_donor)),
+    "the sharpness of yarn in scores over latents": ("deepseek-v3", in_latents(scale=12**-0.5)),
     "the clamp of experts": ("gpt-oss-clamped", in_layers(unclamped)),
 }
 
@@ -105,9 +114,10 @@ def test_a_norm_after_attention_instead_of_before_turns_a_row_red(zoo: Zoo, monk
     assert outcome(zoo, "llama").state == "differs"
 
 
-def test_neighbours_rotated_as_halves_turn_a_row_red(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "cohere", names=lambda _: {})
-    assert outcome(zoo, "cohere").state == "differs"
+@pytest.mark.parametrize("name", ["cohere", "deepseek-v2"])
+def test_neighbours_rotated_as_halves_turn_a_row_red(name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, chosen([name])[0].model_type, names=lambda _: {})
+    assert outcome(zoo, name).state == "differs"
 
 
 # -- sinks, which no dense family has: Llama with gpt-oss's attention

@@ -56,7 +56,7 @@ def test_every_backend_has_all_of_llama(backend: Any) -> None:
     [
         (changed(mixer=RecurrentSpec(kind="kda")), "recurrent layers: kda"),
         (replace(LLAMA, layers=(replace(LAYER, mixer=RecurrentSpec(kind="gdn")),)), "decoders without any attention"),
-        (changed(mixer=LATENT), "latent attention"),
+        (changed(mixer=LATENT), "latents beside keys and values"),
         (attending(value_dim=8), "values of 8 numbers beside keys of 16"),
         (attending(v_norm=NormSpec()), "a norm of values with a weight"),
         (attending(head_dim=32), "layers whose heads have different sizes"),
@@ -90,6 +90,7 @@ def test_what_the_native_step_lacks_of_attention_is_named(spec: DecoderSpec, gap
         (changed(mixer=RecurrentSpec(kind="gdn")), "recurrent layers: gdn"),
         (changed(mixer=RecurrentSpec(kind="mamba2")), "recurrent layers: mamba2"),
         (changed(mixer=RecurrentSpec(kind="short_conv")), "recurrent layers: short_conv"),
+        (replace(LLAMA, layers=(replace(LAYER, mixer=LATENT),)), "latent attention"),
         (changed(mixer=None), "layers without attention"),
         (changed(feed=None), "layers without a feed-forward network"),
         (attending(has_output_gate=True), "a gate of attention's output"),

@@ -22,9 +22,9 @@ def glm4_moe(keys: ConfigKeys) -> DecoderSpec:
     found, norm = sizes(keys, num_kv_heads=8, max_position=131_072), rms_norm(keys, default=1e-5)
     qk_norm = QkNorm(norm=norm) if keys.flag("use_qk_norm", False) else None
     has_bias = keys.flag("attention_bias", False)
-    moe = _mixture(keys, norm_top_k=True, num_shared=1, num_experts=128, top_k=8, inner=1408)
+    moe = deepseek_mixture(keys, norm_top_k=True, num_shared=1, num_experts=128, top_k=8, inner=1408)
     layers = layers_of(found, norm, feed(keys, inner=10_944), qk_norm=qk_norm, has_qkv_bias=has_bias)
-    layers = in_some_layers(layers, moe, _behind(keys, 1))
+    layers = in_some_layers(layers, moe, behind(keys, 1))
     return decoder(keys, found, layers, final_norm=norm, ropes=(rope(keys, found, share=0.5),))
 
 
@@ -32,17 +32,17 @@ def dots1(keys: ConfigKeys) -> DecoderSpec:
     """Dots 1: norms of q and k, windows from a layer on."""
     found, norm = sizes(keys), rms_norm(keys)
     on = windows(keys, found.num_layers, 4096, first=keys.count("max_window_layers", 62, least=0))
-    moe = _mixture(keys, norm_top_k=False, num_shared=None, num_experts=None, top_k=None, inner=1408)
+    moe = deepseek_mixture(keys, norm_top_k=False, num_shared=None, num_experts=None, top_k=None, inner=1408)
     dense = feed(keys, inner=10_944)
     layers = layers_of(found, norm, dense, windows=on, qk_norm=QkNorm(norm=norm), **biases(keys))
-    layers = in_some_layers(layers, moe, _behind(keys, 0))
+    layers = in_some_layers(layers, moe, behind(keys, 0))
     return decoder(keys, found, layers, final_norm=norm, ropes=(rope(keys, found),))
 
 
 def solar_open(keys: ConfigKeys) -> DecoderSpec:
     """Solar Open: experts in all layers."""
     found, norm = sizes(keys, num_kv_heads=8, head_dim=128, max_position=131_072), rms_norm(keys, default=1e-5)
-    moe = _mixture(keys, norm_top_k=True, num_shared=1, num_experts=128, top_k=8, inner=1280)
+    moe = deepseek_mixture(keys, norm_top_k=True, num_shared=1, num_experts=128, top_k=8, inner=1280)
     layers = layers_of(found, norm, moe, has_qkv_bias=keys.flag("attention_bias", False))
     return decoder(keys, found, layers, final_norm=norm, ropes=(rope(keys, found, theta=1e6),))
 
@@ -72,7 +72,7 @@ def ernie_names(spec: DecoderSpec) -> Names:
     return {**interleaved(spec.attention, spec.ropes[0].dim), **({CHOICE_BIAS: bias} if spec.mixtures else {})}
 
 
-def _mixture(
+def deepseek_mixture(
     keys: ConfigKeys,
     *,
     norm_top_k: bool,
@@ -80,6 +80,9 @@ def _mixture(
     num_experts: int | None,
     top_k: int | None,
     inner: int,
+    scale: float = 1.0,
+    groups: int = 1,
+    groups_kept: int = 1,
 ) -> MoeSpec:
     """Experts as DeepSeek V3 routes to them. The arguments are defaults; None: the key has to be there."""
     keys = under_either_name(keys, "num_experts", "n_routed_experts", "num_local_experts")
@@ -87,10 +90,10 @@ def _mixture(
         score="sigmoid",
         norm_top_k=keys.flag("norm_topk_prob", norm_top_k),
         norm_eps=1e-20,
-        scale=keys.number("routed_scaling_factor", 1.0),
+        scale=keys.number("routed_scaling_factor", scale),
         has_choice_bias=True,
-        groups=keys.count("n_group", 1),
-        groups_kept=keys.count("topk_group", 1),
+        groups=keys.count("n_group", groups),
+        groups_kept=keys.count("topk_group", groups_kept),
         group_score="top2",
     )
     expert = feed(keys, size="moe_intermediate_size", inner=inner)
@@ -98,7 +101,7 @@ def _mixture(
     return mixture(keys, router, num_experts=num_experts, top_k=top_k, expert=expert, shared=shared)
 
 
-def _behind(keys: ConfigKeys, default: int) -> Callable[[int], bool]:
+def behind(keys: ConfigKeys, default: int) -> Callable[[int], bool]:
     """Whether a layer has experts: the first `first_k_dense_replace` have none."""
     first = keys.count("first_k_dense_replace", default, least=0)
     return lambda layer: layer >= first

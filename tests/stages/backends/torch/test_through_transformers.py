@@ -22,7 +22,7 @@ from tests.families.ways import Outcome, run_way
 from tests.families.zoo import Zoo
 
 SMALL: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_gpu_blocks": 64, "block_size": 4}
-WAYS = {"hunyuan-moe": "chunked", "phimoe": "preempted", "gemma3n-text": "prefix", "deepseek-v3": "swapped"}
+WAYS = {"hunyuan-moe": "chunked", "phimoe": "preempted", "gemma3n-text": "prefix", "youtu": "swapped"}
 
 
 @pytest.fixture(scope="module")

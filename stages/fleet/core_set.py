@@ -36,9 +36,11 @@ class CoreSet:
 
         False if no process takes it now. A prompt whose request waits to be resumed waits with it.
         """
-        routed = None if self._router is None else self._router.routed(prompt)
+        routed = None
         if prompt.request_id not in self._table:
-            loads = self._loads(adapter_of(prompt))
+            if not (loads := self._loads(adapter_of(prompt))):
+                return False
+            routed = None if self._router is None else self._router.routed(prompt)
             index = choose(loads) if self._router is None or routed is None else self._router.choose(routed, loads)
         elif (index := self._table.core_of(prompt.request_id)) is None:
             self._table.sent(prompt, None)

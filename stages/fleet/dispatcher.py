@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..messages import TokenRequest
-
-ANSWER_TOKENS = 256  # assumed for an answer, whose length is unknown, unless its request allows less
-DECODE_COST = 4  # of a token of an answer, in tokens of a prompt: a prompt's are computed many at once
+from ..routing.policies import ANSWER_TOKENS, DECODE_COST
 
 
 class CoreLoad(NamedTuple):

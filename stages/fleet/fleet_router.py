@@ -28,8 +28,9 @@ class FleetRouter:
 
     def open(self, block_size: int, *, has_prefixes: bool) -> None:
         """The engines are known: the size of their blocks, and whether they have a prefix cache."""
-        self._router = Router(POLICIES[self._policy](), block_size)
-        self._keys = PrefixCache(block_size, self.prefix_key) if has_prefixes else None
+        policy = POLICIES[self._policy]()
+        self._router = Router(policy, block_size)
+        self._keys = PrefixCache(block_size, self.prefix_key) if has_prefixes and policy.asks_prefixes else None
         early, self._early = self._early, []
         for core, change in early:
             self.note_report(core, change)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..allocate.prefix_cache import PrefixCache
-from ..routing.policies import RoutingPolicy
+from ..routing.policies import ANSWER_TOKENS, DECODE_COST, RoutingPolicy
 from ..routing.router import RoutedRequest, Router
 from .engine_group import EngineGroup, EngineReport, EngineResult, Sent
 from .format import RecordedEngine
@@ -22,8 +22,6 @@ from .simulation_result import RequestOutcome, SimulationResult, merged
 from .workloads import Workload, WorkloadRequest
 
 REPORT_S = 0.1  # between two reports of an engine
-ANSWER_TOKENS = 256  # counted as the work of an answer, whose length the router does not know
-DECODE_COST = 4  # of one of them, in tokens of a prompt
 
 
 class Death(NamedTuple):

@@ -9,6 +9,8 @@ from typing import Protocol
 from .engine_load import EngineView
 from .score import RequestFacts, score_s
 
+ANSWER_TOKENS = 256  # counted as the work of an answer, whose length is unknown, unless its request allows less
+DECODE_COST = 4  # of one of them, in tokens of a prompt: a prompt's are computed many at once
 CLOSE = 1.05  # scores that differ by less than this factor, or by less than the next, are equal
 CLOSE_S = 0.005
 STICKY = 1.25  # the engine of a sticky key is kept while its score is at most this times the best, and the next
@@ -18,6 +20,8 @@ STICKY_S = 0.05
 class RoutingPolicy(Protocol):
     """Chooses one of the engines."""
 
+    asks_prefixes: bool  # whether it asks what is cached
+
     def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
         """The number of an engine among `views`, at least one. `cached`: tokens of the prompt that each has."""
         ...
@@ -25,6 +29,8 @@ class RoutingPolicy(Protocol):
 
 class SoonestAnswer:
     """The engine with the least score. Among equal ones a hash of the sticky key decides: all routers decide alike."""
+
+    asks_prefixes = True
 
     def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
         scores = {view.engine: score_s(view, facts, cached.get(view.engine, 0)) for view in views}
@@ -43,12 +49,16 @@ class SoonestAnswer:
 class LeastWork:
     """The engine with the fewest tokens, of prompts and answers, in its requests: what is cached is not asked."""
 
+    asks_prefixes = False
+
     def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
         return min(views, key=lambda view: (view.work, view.num_requests, view.engine)).engine
 
 
 class RoundRobin:
     """One engine after the other."""
+
+    asks_prefixes = False
 
     def __init__(self) -> None:
         self._last = -1
@@ -61,6 +71,8 @@ class RoundRobin:
 
 class PrefixOnly:
     """The engine with most of the prompt in its cache, whatever its load; of equals that with the fewest requests."""
+
+    asks_prefixes = True
 
     def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
         def rank(view: EngineView) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ A hint: an entry that is wrong or missing costs time, and never an answer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class PrefixIndex:
@@ -91,7 +91,6 @@ class PrefixIndex:
 
 
 _NEVER = (0, float("-inf"))
-NO_RUNS: Mapping[int, int] = {}
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -13,7 +13,7 @@ def load_of(scheduler: Scheduler, costs: StepTimeCosts, capacity_tokens: int, nu
     left, limits = WorkLeft.of(scheduler), scheduler.limits
     return EngineLoad(
         num_seen,
-        left.prompt_s(costs, limits.max_num_batched_tokens),
+        costs.prompt_s(left.num_prompt, left.num_pairs, limits.max_num_batched_tokens),
         left.num_rows,
         left.num_waiting,
         left.context_tokens,

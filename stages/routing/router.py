@@ -31,7 +31,6 @@ class Router:
 
     def __init__(self, policy: RoutingPolicy, block_size: int) -> None:
         self.views: dict[int, EngineView] = {}
-        self.num_found = 0  # tokens of prompts that were expected in the cache of the engine chosen
         self._policy = policy
         self._unheard = LeastWork()
         self._block_size = block_size
@@ -62,7 +61,6 @@ class Router:
         view, seconds = self.view(engine), 0.0
         if view.load is not None:
             found = self._index.runs(request.keys, (engine,), now_s)[engine] * self._block_size
-            self.num_found += found
             seconds = prompt_s(view.load.costs, request.num_prompt, found, view.load.token_budget)
         if request.keys:
             self._index.expect(engine, request.keys, now_s, now_s + EXPECTED_S)

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from ..schedule.step_timing.step_time_model import StepTimeCosts
 from .engine_load import EngineLoad, EngineView
 
-NO_COSTS = StepTimeCosts()
-
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
@@ -32,8 +30,7 @@ def prompt_s(costs: StepTimeCosts, num_tokens: int, num_cached: int, token_budge
     """Seconds to compute a prompt of which `num_cached` tokens are in the cache."""
     num_left = max(1, num_tokens - num_cached)
     num_pairs = num_left * (num_tokens - num_left + (num_left + 1) / 2)
-    num_steps = -(-num_left // token_budget)
-    return costs.prefill_token_s * num_left + costs.prefill_pair_s * num_pairs + costs.step_s * num_steps
+    return costs.prompt_s(num_left, num_pairs, token_budget)
 
 
 def score_s(view: EngineView, facts: RequestFacts, num_cached: int) -> float:

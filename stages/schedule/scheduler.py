@@ -72,7 +72,7 @@ class Scheduler:
         self._completed: list[StepDone] = []  # for the next plan, like the next line
         self._voided: list[int] = []
         target_s, most = limits.itl_target_ms / 1e3, limits.max_num_batched_tokens
-        self.costs = StepTimeModel() if target_s else None  # of steps; None: nobody asks for them
+        self.costs = StepTimeModel() if target_s else None  # of steps; None: they are not learned
         self._step_size = StepBudget(target_s, most, self.costs) if target_s else None  # None: always `most`
         most_each = limits.block_size - 1  # prefix cache reads at most one block of tokens per sequence and step
         self.speculation = Speculation(limits.num_speculative_tokens, most_each, limits.steps_in_flight)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from .scheduler import Scheduler
-from .step_timing.step_time_model import StepTimeCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +40,4 @@ class WorkLeft:
             int(num_tokens.sum()),
             int(left.sum() + to_come.sum()),
             float(pairs.sum() + pairs_to_come.sum()),
-        )
-
-    def prompt_s(self, costs: StepTimeCosts, token_budget: int) -> float:
-        """Seconds to compute what is left of prompts, in as few steps as they fit into."""
-        if not self.num_prompt:
-            return 0.0
-        num_steps = -(-self.num_prompt // token_budget)
-        return (
-            costs.prefill_token_s * self.num_prompt + costs.prefill_pair_s * self.num_pairs + costs.step_s * num_steps
         )

@@ -76,6 +76,11 @@ class StepTimeCosts:
         """The time of a step with decodes only."""
         return self.step_s + self.decode_row_s * num_rows + self.decode_context_s * num_context
 
+    def prompt_s(self, num_tokens: int, num_pairs: float, token_budget: int) -> float:
+        """The time to compute prompt tokens, with as many pairs, in as few steps as they fit into."""
+        num_steps = -(-num_tokens // token_budget)
+        return self.prefill_token_s * num_tokens + self.prefill_pair_s * num_pairs + self.step_s * num_steps
+
     def seconds(self, contents: StepContents) -> float:
         """The time of a step with these contents."""
         prefill_s = self.prefill_token_s * contents.num_prefill + self.prefill_pair_s * contents.num_pairs

@@ -20,7 +20,7 @@ from .plan_in_hand import PlanInHand
 from .preemption import Preemptor
 from .prefix_cache import PrefixCache
 from .slot_blocks import Growth, SlotBlocks
-from .steady_decode import SteadyDecode, SteadyGrowth
+from .steady_decode import SteadyDecode, SteadyGrowth, SteadyLanes
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,9 @@ class Allocator:
         cache: PrefixCache | None = None,
         host: HostTier | None = None,
         layout: KVLayout | None = None,
+        num_lanes: int = 1,
     ) -> None:
+        """`num_lanes`: plans of steady decoding that take turns, each with rows of its own."""
         blocks_per_slot = -(-max_model_len // block_size)
         if layout is not None:
             _check_size(layout, max_model_len)
@@ -83,8 +85,7 @@ class Allocator:
         self.pool, self.tables = self._slot_blocks.pool, self._slot_blocks.tables  # public, for inspection
         self._ones = np.ones(num_slots, np.int32)
         self._nothing = np.zeros(num_slots, np.int32)  # `num_cached` of most plans
-        self._steady: SteadyDecode | None = None  # for the rows of the last two plans, if equal and only decodes
-        self._last_slots: Indices | None = None  # of the last plan, if it has only decodes
+        self._steady = SteadyLanes(num_lanes)  # for rows of the last plans, if these had only decodes
 
     # -- inspection and settings
 
@@ -163,16 +164,19 @@ class Allocator:
 
     def _steady_rows_of(self, plan: StepPlan) -> SteadyDecode | None:
         """The state of steady decoding, if the rows are the last plan's and their blocks available."""
-        is_same = plan.is_decode and plan.slots is self._last_slots
-        self._last_slots = plan.slots if plan.is_decode and plan.num_reserved is None else None
-        if not is_same or self._last_slots is None or self._slot_blocks.started or len(plan.slots) > plan.token_budget:
-            self._steady = None
+        if not plan.is_decode or plan.num_reserved is not None:
+            self._steady.clear()
             return None
-        if self._steady is None:
-            self._steady = SteadyDecode(plan.slots, self.tables, [each.tables for each in self._more])
-        if not self._steady.is_whole or not self._fits(self._steady.growth.num_blocks, self._steady.more):
-            self._steady = self._last_slots = None
-        return self._steady
+        lane = self._steady.find(plan.slots)
+        if lane is None or self._slot_blocks.started or len(plan.slots) > plan.token_budget:
+            self._steady.note(plan.slots)
+            return None
+        if lane.steady is None:
+            lane.steady = SteadyDecode(plan.slots, self.tables, [each.tables for each in self._more])
+        if not lane.steady.is_whole or not self._fits(lane.steady.growth.num_blocks, lane.steady.more):
+            self._steady.forget(lane)
+            return None
+        return lane.steady
 
     def _serve_steady(self, hand: PlanInHand, steady: SteadyDecode) -> tuple[StepGrant, PlanReport]:
         plan = hand.plan
@@ -329,7 +333,7 @@ class Allocator:
         """Clears all block tables. All blocks become free once the steps granted so far are done."""
         self.last_granted = min(self.last_granted, plan.step - 1)  # a grant was made, but not sent
         self._slot_blocks.reset(plan.completed_step, self.last_granted)
-        self._steady = self._last_slots = None
+        self._steady.clear()
         return self._report(PlanInHand.of(plan), np.zeros_like(plan.num_wanted), (), is_void=True, is_reset=True)
 
 

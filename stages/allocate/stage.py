@@ -47,8 +47,10 @@ class Allocate(Stage[StepPlan, StepGrant]):
         cache: PrefixCache | None = None,
         host: HostTier | None = None,
         layout: KVLayout | None = None,
+        num_lanes: int = 1,
     ) -> None:
-        self.allocator = Allocator(num_blocks, block_size, num_slots, max_model_len, cache, host, layout)
+        sizes = (num_blocks, block_size, num_slots, max_model_len)
+        self.allocator = Allocator(*sizes, cache, host, layout, num_lanes)
         self.call_log: CallLog | None = None
         self.step_tokens = Histogram(STEP_TOKENS)  # tokens computed in each step with rows
         self._block_size = block_size

@@ -99,3 +99,43 @@ class SteadyDecode:
         for growth in self.more:
             growth.step()
         return starts
+
+
+@dataclass(slots=True, eq=False)
+class SteadyLane:
+    """The rows of a plan with only decodes. `steady` is made when they come again."""
+
+    slots: Indices
+    steady: SteadyDecode | None = None
+
+
+class SteadyLanes:
+    """The rows of the last `most` plans of different rows, all with only decodes; rows are told by their array."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lanes: list[SteadyLane] = []  # the latest last
+
+    @property
+    def made(self) -> list[SteadyDecode]:
+        """Those of rows that have come again."""
+        return [lane.steady for lane in self._lanes if lane.steady is not None]
+
+    def find(self, slots: Indices) -> SteadyLane | None:
+        """The lane of these rows; None if they are new."""
+        for lane in self._lanes:
+            if lane.slots is slots:
+                return lane
+        return None
+
+    def note(self, slots: Indices) -> None:
+        """Takes rows as new, or anew."""
+        self._lanes = [*(lane for lane in self._lanes if lane.slots is not slots), SteadyLane(slots)][-self._most :]
+
+    def forget(self, lane: SteadyLane) -> None:
+        """Takes the rows of a lane as new when they come again."""
+        self._lanes = [each for each in self._lanes if each is not lane]
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        self._lanes = []

@@ -12,8 +12,9 @@ from dataclasses import field
 import numpy as np
 
 from ...runtime.message import message
-from ..messages import Bools, Drafts, Indices, Ints, PlanReport
+from ..messages import NO_INDICES, Bools, Drafts, Indices, Ints, PlanReport
 from .admitter import Admitter
+from .lanes import Lanes
 from .lifecycle import SequenceLifecycle
 from .service_order import SteadyDemand, TokenDemand
 from .speculation import Speculation
@@ -30,6 +31,10 @@ class StepInFlight:
     slots: Indices  # of its rows
     contents: StepContents | None  # for the step time model; None: there is none
     drafted: Mapping[int, int] = field(default_factory=dict)  # slot -> number of drafts
+    awaited: Indices = field(
+        default_factory=lambda: NO_INDICES
+    )  # of rows that get a token, if a row may be in one step in flight only
+    has_decodes: bool = False  # whether some of these had been computed but for their last token
 
 
 class Planner:
@@ -47,6 +52,7 @@ class Planner:
         speculation: Speculation,
         step_size: StepBudget | None,  # None: always `most`
         most: int,  # tokens of a step, at most
+        num_lanes: int = 1,  # above 1: a row is in one step in flight only, see `Lanes`
     ) -> None:
         self._lifecycle = lifecycle
         self._slots = lifecycle.slots
@@ -56,6 +62,7 @@ class Planner:
         self._step_size = step_size
         self._most = most
         self._steady: SteadyDemand | None = None  # None, or of an earlier service order: inspect the rows again
+        self._lanes = Lanes(num_lanes, lifecycle.slots) if num_lanes > 1 else None
 
     def choose(
         self, flights: Collection[StepInFlight], report: PlanReport | None, row_limit: int
@@ -71,7 +78,7 @@ class Planner:
         has_waiting = len(self._waiting) > 0
         if has_waiting and not self._slots.num_free:
             self._admitter.preempt_for_waiting()
-        steady = self._same_again(row_limit)
+        steady = self._same_again(flights, row_limit)
         if steady is not None and not has_waiting:
             return steady, None, self._most  # no prompt waits and no row drafts
         slots, num_wanted = self._rows(flights, row_limit)
@@ -92,18 +99,22 @@ class Planner:
             or report.num_granted is not steady.num_wanted
             or steady.service_order is not self._lifecycle.service_order
         ):
+            if self._lanes is not None:
+                self._lanes.drop(steady)
             self._steady = None
         return self._steady
 
     def refresh_rows(self) -> None:
         """Makes the next choice inspect all rows, although none has come or gone."""
         self._steady = None
+        if self._lanes is not None:
+            self._lanes.clear()
 
     # -- rows
 
     def _rows(self, flights: Collection[StepInFlight], row_limit: int) -> tuple[Indices, Ints]:
         """(slots, tokens wanted) of the step: decodes first, each group in the order of service."""
-        steady = self._same_again(row_limit)
+        steady = self._same_again(flights, row_limit)
         if steady is not None:
             return steady.slots, steady.num_wanted
         service_order, table = self._lifecycle.service_order, self._slots
@@ -113,6 +124,12 @@ class Planner:
         is_runnable = table.num_known[slots] < table.limit[slots]
         is_decode = is_runnable & (num_left == 1)
         is_prefill = is_runnable & (num_left > 1)
+        if self._lanes is not None:
+            is_drafting = self._speculation.is_drafting or any(flight.drafted for flight in flights)
+            self._steady, slots, num_wanted = self._lanes.rows(
+                service_order, num_left, is_decode, is_prefill, flights, row_limit, is_drafting=is_drafting
+            )
+            return slots, num_wanted
         is_steady = 0 < len(slots) <= row_limit and np.count_nonzero(is_decode) == len(slots)
         if self._speculation.is_drafting or any(flight.drafted for flight in flights):
             is_steady = False
@@ -125,9 +142,11 @@ class Planner:
         wanted = np.concatenate([num_left[is_decode], num_left[is_prefill]])
         return rows[:row_limit], wanted[:row_limit]
 
-    def _same_again(self, row_limit: int) -> SteadyDemand | None:
-        """The demand of the last plan, if it still holds: one token for each row, and no drafts."""
+    def _same_again(self, flights: Collection[StepInFlight], row_limit: int) -> SteadyDemand | None:
+        """The demand of the last plan, or of a lane, if it still holds: one token for each row, and no drafts."""
         steady = self._steady
+        if self._lanes is not None:
+            steady = self._steady = self._lanes.free_lane(self._lifecycle.service_order, flights)
         if steady is None or steady.service_order is not self._lifecycle.service_order or steady.num_plans <= 0:
             return None
         return steady if len(steady.slots) <= row_limit else None

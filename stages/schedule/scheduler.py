@@ -7,13 +7,14 @@ plans. `planner.py` chooses the rows of a step, `policy.py` ranks sequences, `li
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..array_checks import num_true
 from ..errors import Failed, RequestError
-from ..messages import Drafts, Guess, PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
+from ..messages import NO_INDICES, Drafts, Guess, PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
 from .admitter import Admitter
 from .lifecycle import SequenceLifecycle
 from .planner import Planner, StepInFlight
@@ -25,6 +26,7 @@ from .step_timing.step_budget import StepBudget
 from .step_timing.step_time_model import StepContents, StepTimeModel
 
 MAX_VOIDS_ALONE = 2  # steps that may fail with this sequence alone in them, before it fails for good
+NO_DRAFTS: Mapping[int, int] = {}
 LOAD_FAILED = "adapter_load_failed"  # code of the error
 LOAD_FAILED_TEXT = "the adapter of this request could not be loaded to the device; the server's log has the reason"
 
@@ -43,6 +45,12 @@ class StepLimits:
     num_speculative_tokens: int = 0  # drafts per step, at most; 0: speculation is off
     short_length: int = 0  # tokens of a sequence beyond which it has other rotary factors; 0: never
     max_loras: int = 0  # adapters on the device at once; 0: none are served
+    num_lanes: int = 1  # ranks that compute the layers of a step one after another: see `Lanes`
+
+    @property
+    def max_steps_per_row(self) -> int:
+        """Steps in flight that choose a token of one sequence. The first of several ranks must know it."""
+        return self.steps_in_flight if self.num_lanes == 1 else 1
 
 
 class Scheduler:
@@ -73,11 +81,13 @@ class Scheduler:
         self._voided: list[int] = []
         target_s, most = limits.itl_target_ms / 1e3, limits.max_num_batched_tokens
         self.costs = StepTimeModel() if target_s else None  # of steps; None: they are not learned
-        self._step_size = StepBudget(target_s, most, self.costs) if target_s else None  # None: always `most`
+        # A row gets a token each `num_lanes` steps, so a step has that share of the target. None: always `most`.
+        self._step_size = StepBudget(target_s / limits.num_lanes, most, self.costs) if target_s else None
         most_each = limits.block_size - 1  # prefix cache reads at most one block of tokens per sequence and step
-        self.speculation = Speculation(limits.num_speculative_tokens, most_each, limits.steps_in_flight)
+        self.speculation = Speculation(limits.num_speculative_tokens, most_each, limits.max_steps_per_row)
         self._admitter = Admitter(self.lifecycle, limits.block_size)
-        self._planner = Planner(self.lifecycle, self._admitter, self.speculation, self._step_size, most)
+        sizes = (self._step_size, most, limits.num_lanes)
+        self._planner = Planner(self.lifecycle, self._admitter, self.speculation, *sizes)
 
     # -- state
 
@@ -401,7 +411,9 @@ class Scheduler:
             contents = None
             if self.costs is not None:
                 contents = StepContents(num_decode=len(plan.slots), num_context=steady.num_context)
-            self._flights.append(StepInFlight(report.step, plan.generation, plan.slots, contents))
+            self._flights.append(
+                StepInFlight(report.step, plan.generation, plan.slots, contents, NO_DRAFTS, plan.slots, True)
+            )
             steady.note_granted(table)
             return
         rows = report.num_granted.nonzero()[0]
@@ -417,7 +429,11 @@ class Scheduler:
         if self.costs is not None:
             starts = table.num_computed[slots] + num_cached
             contents = StepContents.of(starts, granted, num_drafts=sum(drafted.values()))
-        self._flights.append(StepInFlight(report.step, plan.generation, slots, contents, drafted))
+        awaited, has_decodes = NO_INDICES, False
+        if self.limits.max_steps_per_row == 1:
+            gets_token = plan.reaches_end[rows] & (granted + num_cached == wanted)
+            awaited, has_decodes = slots[gets_token], bool(np.count_nonzero(gets_token & (wanted == 1)))
+        self._flights.append(StepInFlight(report.step, plan.generation, slots, contents, drafted, awaited, has_decodes))
         for row in num_cached.nonzero()[0].tolist():
             lifecycle.note_started(int(slots[row]), int(num_cached[row]))
         if np.count_nonzero(granted > 1):

@@ -65,9 +65,11 @@ class SteadyDemand(TokenDemand):
     num_context: int  # tokens to which the rows of the next plan attend
 
     @classmethod
-    def begin(cls, service_order: ServiceOrder, table: SlotTable, ones: Ints) -> SteadyDemand:
-        """The demand of all rows of `service_order`; `ones` [R] is 1 for each."""
-        slots = service_order.slots
+    def begin(
+        cls, service_order: ServiceOrder, table: SlotTable, ones: Ints, slots: Indices | None = None
+    ) -> SteadyDemand:
+        """The demand of rows of `service_order`, by default of all; `ones` [R] is 1 for each."""
+        slots = service_order.slots if slots is None else slots
         one_each = np.zeros(table.num_slots, np.int32)
         one_each[slots] = 1
         return cls(

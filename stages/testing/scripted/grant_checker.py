@@ -11,6 +11,8 @@ from ...messages import NO_INTS, BlockCopy, Direction, Ints, StepGrant
 class GrantChecker:
     """Checks each grant when it is issued: block owners, positions and quarantine (I13).
 
+    With several lanes it also checks that no row is in a step while another one that gives it a token is in flight.
+
     `announce` runs on the event loop, `complete` on the thread that ends the step. Errors go into `violations`.
     """
 
@@ -22,7 +24,10 @@ class GrantChecker:
         num_slots: int,
         blocks_per_slot: int,
         violations: list[str],
+        num_lanes: int = 1,
     ) -> None:
+        self._num_lanes = num_lanes
+        self._awaited: dict[int, NDArray[np.bool_]] = {}  # by step in flight: slots that get a token
         self._num_blocks, self._block_size, self._num_slots = num_blocks, block_size, num_slots
         self._num_host_blocks = num_host_blocks
         self._violations = violations
@@ -72,6 +77,8 @@ class GrantChecker:
         self._check_rows(grant, used)
         self._check_copies(grant, used, host_used, blocks)
         self._in_flight[grant.step] = used, host_used
+        if self._num_lanes > 1:
+            self._check_lanes(grant)
         return blocks, host_blocks
 
     def _check_copies(self, grant: StepGrant, used: NDArray[np.bool_], host_used: NDArray[np.bool_], new: Ints) -> None:
@@ -117,9 +124,19 @@ class GrantChecker:
         self._num_computed[grant.slots] = grant.starts + grant.num_certain
         self._num_drafted[grant.slots] = ends - self._num_computed[grant.slots]
 
+    def _check_lanes(self, grant: StepGrant) -> None:
+        for step, awaited in list(self._awaited.items()):
+            if awaited[grant.slots].any():
+                rows = grant.slots[awaited[grant.slots]].tolist()
+                self._complain(grant, f"has rows of slots {rows}, whose tokens step {step} in flight chooses")
+        awaited = np.zeros(self._num_slots, np.bool_)
+        awaited[grant.slots[grant.is_sampled]] = True
+        self._awaited[grant.step] = awaited
+
     def complete(self, step: int) -> None:
         """Records that `step` has ended."""
         self._in_flight.pop(step, None)
+        self._awaited.pop(step, None)
 
     def _complain(self, grant: StepGrant, what: str) -> None:
         self._violations.append(f"step {grant.step} {what}")

@@ -215,9 +215,9 @@ class Walk:
         plan = self.scheduler.next_plan(**options)
         if plan is None:
             return
-        was_steady = self.allocator._steady
+        was_steady = self.allocator._steady.made
         grant, report = self.allocator.serve(plan)
-        self.seen["steady"] += was_steady is not None and self.allocator._steady is was_steady
+        self.seen["steady"] += bool(was_steady) and self.allocator._steady.made == was_steady
         self._note(plan, grant, report)
         self.report, self.drafts = report, None if grant is None else grant.drafts
         self.check()

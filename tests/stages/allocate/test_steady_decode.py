@@ -47,7 +47,7 @@ def test_rows_that_go_on_get_what_plans_of_other_arrays_would(seed: int, block_s
         assert heard == told(*other.serve(replace(wishes, slots=slots.copy())))
         same.check()
         assert (same.tables.num_tokens == other.tables.num_tokens).all()
-    assert other._steady is None
+    assert not other._steady.made
 
 
 def test_a_step_takes_blocks_for_those_rows_alone_whose_turn_it_is() -> None:

@@ -185,7 +185,10 @@ def _add_route(commands: Any) -> None:
     route.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
     route.add_argument("--model", dest="model_flag", metavar="MODEL", default=argparse.SUPPRESS, help="as MODEL")
     fleet = _add_fleet(route)
-    text = "address of a `millrace engine`; may be repeated"
+    text = (
+        "address of a `millrace engine`; dns:NAME:PORT: all addresses of a name, looked up every 5 s; file:PATH: the "
+        "addresses in a file, one a line, which may change; may be repeated"
+    )
     fleet.add_argument("--engine", action="append", required=True, metavar="HOST:PORT", help=text)
     _add_common(route)
     _add_engine_flags(route, frozenset(ServerConfig.__dataclass_fields__) - {"mode"}, FRONT)

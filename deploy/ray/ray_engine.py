@@ -12,6 +12,7 @@ from ...stages.engine.core import EngineSetup
 from ...stages.engine.engine import Engine
 from ...stages.executor.engine_host import StartHost
 from ...stages.fleet.fleet_processes import FleetProcesses
+from ...stages.fleet.hosts import FixedHosts
 from ...stages.fleet.placement import Place, check
 from ...stages.split.engine_core import EngineCore
 from ...stages.split.remote_core import RemoteCore
@@ -19,7 +20,7 @@ from .placement import check_for_ray, parse_resources
 from .ray_executor import RayExecutor
 
 
-class RayHosts:
+class RayHosts(FixedHosts):
     """The nodes of a Ray cluster: see `Hosts`."""
 
     setting = "executor = ray"

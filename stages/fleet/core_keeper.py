@@ -58,7 +58,7 @@ class CoreKeeper(ProcessKeeper):
     Requests are resumed in the others at once, so `on_orphans` is called before a successor starts. Deaths of a process
     that has brought tokens do not count as those that give it up: its requests have come further, elsewhere. With
     `on_given_up` the engine ends all requests if this was the last process. One that was given up is tried again every
-    few minutes.
+    few minutes. `start` without a client starts the first process, too.
     """
 
     def __init__(
@@ -80,10 +80,25 @@ class CoreKeeper(ProcessKeeper):
         self._step_at_start = core.last_step
         self._pauses = RestartPauses(env.now())
 
+    def start(self, client: EngineClient | None) -> None:
+        if client is None:
+            self.away = Health("loading", stage="engine", reason="the engine was not reached yet")
+        super().start(client)
+
     async def _keep(self, client: EngineClient | None) -> None:
+        if client is None:
+            client = await self._join()
         while True:
             await super()._keep(client)
             client = await self._start_slowly()
+
+    async def _join(self) -> EngineClient | None:
+        """Starts the first process. None if that is given up."""
+        start_s = self._env.now()
+        client = await self._start()
+        if client is not None:
+            self._has_started(client, start_s, start_s)
+        return client
 
     async def _replace(self, pid: int | None, how: str) -> EngineClient | None:
         began_s, how = self._note_death(pid, how)

@@ -6,6 +6,7 @@ takes its place. No token is sent twice. All code here runs on the front process
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,21 +34,19 @@ from ..split.processes import STALL_S, Gone, StartAgain
 from ..split.protocol import EngineReady
 from .core_keeper import CoreKeeper
 from .core_set import CoreSet
+from .departures import Departures
 from .fleet_adapters import FleetAdapters
 from .fleet_requests import FleetRequests
 from .fleet_router import FleetRouter
 from .front import DISPATCHED, FleetStages, dispatched_status, make_merged
-from .hosts import HereHosts, MakeHosts
+from .hosts import MAX_ENGINES, SAME, HereHosts, MakeHosts
 from .merged_status import merged, remains
 from .resuming import Resuming
 from .stage import Dispatch, Merge
 
-MAX_ENGINES = 64
-SAME = ("model_id", "device", "dtype", "vocab_size", "attention_backend", "block_size")  # of all processes' models
-
 
 class FleetProcesses:
-    """See `Processes`. The engine takes requests while one of them serves."""
+    """See `Processes` and `Fleet`. The engine takes requests while one of the processes serves."""
 
     to_loop = TO_CORES
     nearest: Mapping[str, str] = {
@@ -89,6 +88,9 @@ class FleetProcesses:
         for core in self.cores:
             core.prefix_key = prefix_key
         self._set = CoreSet(self.cores, self.table, self.router)
+        self._departures = Departures(setup.env, self.table, self._set, self._parted)
+        self._members = set(self.hosts.present())  # places with a process, or that wait for one
+        self._make_keeper: Callable[[EngineCore], CoreKeeper] | None = None
         self.adapters = FleetAdapters(self.cores, self._core_changed)
 
     @property
@@ -106,6 +108,26 @@ class FleetProcesses:
 
     async def open(self) -> None:
         await self.hosts.open()
+
+    @property
+    def starting(self) -> Sequence[EngineCore]:
+        return self._present
+
+    async def first(self, starting: Sequence[asyncio.Future[EngineReady]]) -> list[EngineReady]:
+        by_index = dict(zip((core.index for core in self.starting), starting, strict=True))
+        ready = await self.hosts.first(by_index)
+        for index in by_index.keys() - ready.keys():  # its keeper starts it again
+            by_index[index].cancel()
+            await asyncio.wait([by_index[index]])
+            core = self.cores[index]
+            if core.client is not None:
+                await core.client.stop(0.0)
+            core.client = core.ready = None
+        return list(ready.values())
+
+    @property
+    def _present(self) -> list[EngineCore]:
+        return [self.cores[index] for index in sorted(self._members)]
 
     def config_of(self, core: EngineCore) -> EngineConfig:
         return self.hosts.config_of(core, self.cores)
@@ -151,30 +173,59 @@ class FleetProcesses:
         env = self._setup.env
         resuming = self.resuming = Resuming(env, self._setup.config, self.table, self._set, front.exit)
         resuming.start()
-        for core in self.cores:
-            core.keeper = CoreKeeper(
+
+        def make_keeper(core: EngineCore) -> CoreKeeper:
+            return CoreKeeper(
                 env,
                 self.table,
                 core,
                 front.exit,
                 partial(start_again, core),
-                lambda how, core=core: on_death(core),  # type: ignore[misc]
+                lambda how: on_death(core),
                 on_orphans=self._core_changed,
                 on_ready=self._core_changed,
                 on_given_up=self._core_given_up,
             )
-            assert core.client is not None
-            core.keeper.start(core.client)
+
+        self._make_keeper = make_keeper
+        for core in self._present:
+            self._keep(core)
+        self.hosts.follow(self)
+
+    def _keep(self, core: EngineCore) -> None:
+        """From now on the process is replaced when it dies; one that is not there is started."""
+        assert self._make_keeper is not None
+        is_there = core.ready is not None and core.client is not None
+        core.keeper = self._make_keeper(core)
+        core.keeper.start(core.client if is_there else None)
+
+    # -- processes that come and go
+
+    def join(self, index: int) -> None:
+        self._members.add(index)
+        self._keep(self.cores[index])
+
+    async def leave(self, index: int) -> None:
+        await self._departures.finish(self.cores[index])
+        self._members.discard(index)
+
+    def _parted(self, core: EngineCore) -> None:
+        self.note_lost(core)
+        self._core_changed()
 
     async def start_again(self, core: EngineCore, prepare: Callable[[], Awaitable[object]]) -> EngineClient:
         await self.hosts.look(core.index)
         client = await core.start_again(self.config_of(core), prepare)
         assert self._front is not None
         info = self._front.loaded.info
-        if core.info is None or any(getattr(core.info, name) != getattr(info, name) for name in SAME):
+        try:
+            self.hosts.check(core)
+            if core.ready is None or any(getattr(core.ready.info, name) != getattr(info, name) for name in SAME):
+                raise ConfigError("the engine process runs the model otherwise than the others")
+        except ConfigError:
             client.kill()
             await client.stop(0.0)
-            raise ConfigError("the engine process runs the model otherwise than the others")
+            raise
         return client
 
     async def stop_keepers(self) -> None:
@@ -194,9 +245,12 @@ class FleetProcesses:
     def away(self) -> Health | None:
         if any(core.is_serving for core in self.cores):
             return None
-        reasons = [core.keeper.away for core in self.cores if core.keeper is not None and core.keeper.away is not None]
+        present = self._present
+        if not present:
+            return Health("loading", stage="engine", reason="no engine is named; one that is named is reached soon")
+        reasons = [core.keeper.away for core in present if core.keeper is not None and core.keeper.away is not None]
         alive = [away for away in reasons if away.state != "dead"]
-        if not alive and len(reasons) == len(self.cores):
+        if not alive and len(reasons) == len(present):
             return reasons[0]
         return alive[0] if alive else Health("loading", stage="engine", reason="no engine process is left; some start")
 
@@ -215,7 +269,7 @@ class FleetProcesses:
 
     def _core_given_up(self, health: Health) -> None:
         """Ends all requests if no process is left, or is to be started."""
-        aways = [None if core.keeper is None else core.keeper.away for core in self.cores]
+        aways = [None if core.keeper is None else core.keeper.away for core in self._present]
         if all(away is not None and away.state == "dead" for away in aways):
             assert self._front is not None
             exit = self._front.exit
@@ -272,7 +326,7 @@ class FleetProcesses:
             self._is_merged = True
             ended = [] if self._ended is None else [self._ended]
             reports = dict(sorted(self._reports.items()))
-            self._report = merged(reports, ended, self._setup.config.max_num_seqs, len(self.cores))
+            self._report = merged(reports, ended, self._setup.config.max_num_seqs, max(self._members, default=0) + 1)
             if self._report.core.cache.blocks is not None:
                 self.blocks = self._report.core.cache.blocks
         return self._report
@@ -285,6 +339,7 @@ class FleetProcesses:
         return [
             {
                 "index": core.index,
+                "address": self.hosts.name_of(core.index),
                 "pid": core.pid,
                 "state": _state(core),
                 "reason": _missing_reason(core),
@@ -292,7 +347,7 @@ class FleetProcesses:
                 "num_requests": (load := self.table.load_of(core.index)).num_requests,
                 "work": load.work,
             }
-            for core in self.cores
+            for core in self._present
         ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..messages import TokenRequest
-from ..split.inflight_requests import SUSPICIOUS_DEATHS, InflightRequests
+from ..split.inflight_requests import SUSPICIOUS_DEATHS, InflightRequest, InflightRequests
 from .dispatcher import CoreLoad, work_of
 
 
@@ -99,10 +99,7 @@ class FleetRequests(InflightRequests):
         """
         ran, tried = self._leave(core)
         tried = [request_id for request_id in tried if self.core_of(request_id) == core]  # the others were not sent yet
-        there = [self._live[request_id] for request_id in self._work[core].by_request]
-        for live in there:
-            live.core = None
-        self._work[core].clear()
+        there = self._orphan(core)
         has_run = {request_id for request_id, _ in ran}
         for live in there:
             request_id = live.prompts[0].request_id
@@ -118,6 +115,19 @@ class FleetRequests(InflightRequests):
                 live.num_deaths_unrun += 1
                 live.num_deaths += live.num_deaths_unrun >= SUSPICIOUS_DEATHS
         return tried[0] if len(tried) == 1 else None
+
+    def note_departure(self, core: int) -> None:
+        """A process has gone by plan: its requests are in none now, and that says nothing of them."""
+        self._leave(core)
+        self._orphan(core)
+
+    def _orphan(self, core: int) -> list[InflightRequest]:
+        """The requests in a process, which are in none from now on."""
+        there = [self._live[request_id] for request_id in self._work[core].by_request]
+        for live in there:
+            live.core = None
+        self._work[core].clear()
+        return there
 
     @property
     def num_trials_now(self) -> int:

@@ -1,8 +1,12 @@
-"""Where the engine processes of a fleet run, and with which share: `HereHosts` on this machine."""
+"""Where the engine processes of a fleet run, and with which share: `HereHosts` on this machine.
+
+A process has a place, which is its index. Places may be free, and processes may come and go while the fleet runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -11,7 +15,21 @@ from ..config import EngineConfig
 from ..engine.core import EngineSetup, refuse_ray
 from ..executor.engine_host import StartHost
 from ..split.engine_core import EngineCore
+from ..split.protocol import EngineReady
 from .placement import Place, check, environment_here, places
+
+MAX_ENGINES = 64
+SAME = ("model_id", "device", "dtype", "vocab_size", "attention_backend", "block_size")  # of all processes' models
+
+
+class Fleet(Protocol):
+    """What is told of processes that come and go."""
+
+    def join(self, index: int) -> None:
+        """There is one at this place from now on."""
+
+    async def leave(self, index: int) -> None:
+        """There is to be none at this place. Returns once it has no requests of this front, and its link is closed."""
 
 
 class Hosts(Protocol):
@@ -26,7 +44,22 @@ class Hosts(Protocol):
         """As `Processes.inline`."""
 
     def places(self) -> Sequence[Place]:
-        """The share of each process."""
+        """The share of the process at each place."""
+
+    def present(self) -> Sequence[int]:
+        """The places that are not free. Called before `follow`."""
+
+    def name_of(self, index: int) -> str | None:
+        """The address of the process at a place; None: it has none."""
+
+    async def first(self, starting: Mapping[int, asyncio.Future[EngineReady]]) -> dict[int, EngineReady]:
+        """Waits for the first processes, at least one, by place. Raises what prevents the start of the fleet."""
+
+    def check(self, core: EngineCore) -> None:
+        """Raises `ConfigError` for a process, which is ready, that does not fit the first ones."""
+
+    def follow(self, fleet: Fleet) -> None:
+        """The fleet runs: tells it from now on which processes come and go."""
 
     def start_host(self, index: int) -> StartHost | None:
         """Starts a process in another way; None: as a child of this one."""
@@ -54,7 +87,29 @@ class Hosts(Protocol):
 MakeHosts = Callable[[EngineSetup], Hosts]
 
 
-class HereHosts:
+class FixedHosts:
+    """The part of `Hosts` where all processes are started by this one, and stay."""
+
+    def places(self) -> Sequence[Place]:
+        raise NotImplementedError
+
+    def present(self) -> Sequence[int]:
+        return range(len(self.places()))
+
+    def name_of(self, index: int) -> str | None:
+        return None
+
+    async def first(self, starting: Mapping[int, asyncio.Future[EngineReady]]) -> dict[int, EngineReady]:
+        return dict(zip(starting, await asyncio.gather(*starting.values()), strict=True))
+
+    def check(self, core: EngineCore) -> None:
+        """Does nothing: it has loaded the files and settings of its predecessor."""
+
+    def follow(self, fleet: Fleet) -> None:
+        """Does nothing."""
+
+
+class HereHosts(FixedHosts):
     """See `Hosts`."""
 
     prefix_key: bytes | None = None

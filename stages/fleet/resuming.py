@@ -105,7 +105,7 @@ class Resuming:
     async def _send(self, request_id: str, core: EngineCore) -> bool:
         """Sends all prompts of a request to a process. False if that ends meanwhile."""
         while not self._cores.has_room(core):
-            if not core.is_serving:
+            if not core.is_serving or core.is_draining:
                 return False
             await self._cores.wait()
         # read only now: until the first is sent, prompts of the request join it in the table

@@ -8,55 +8,26 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from ...runtime.env.log import get_logger
-from ...runtime.processes.auth import AuthError, FleetKey
-from ...runtime.processes.frames import LinkError
-from ...runtime.processes.link import Link
-from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
-from ...runtime.processes.tcp import dial
+from ...runtime.processes.auth import AuthError
 from ...runtime.processes.transport import SocketTransport
 from ..config import EngineConfig
 from ..engine.core import EngineSetup
 from ..errors import ConfigError
 from ..executor.engine_host import StartHost
-from ..fleet.fleet_processes import SAME
-from ..fleet.hosts import Hosts
+from ..fleet.hosts import SAME, Fleet, Hosts
 from ..fleet.placement import Place
-from ..messages import StepTokens, TokenRequest
-from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE
 from ..split.engine_core import EngineCore
 from ..split.process_client import EngineDied
-from ..split.protocol import CODEC, EngineReady, NotStarted, Setup
+from ..split.protocol import EngineReady
+from .engine_peers import EnginePeer, look_at, reached, reason_of
 from .engine_server import LINK_TIMEOUT_S
+from .membership import Members
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two tries to reach an engine: each pause is twice the last one
-WELCOME_S = 10.0  # from the connection to what the engine is
+OTHERS_S = 0.5  # that the start of a front waits for further engines, once one is there
 
 log = get_logger("millrace.stages")
-
-
-class EnginePeer(Protocol):
-    """An engine that runs already."""
-
-    @property
-    def name(self) -> str:
-        """Where it is, for logs and errors."""
-
-    async def connect(self) -> SocketTransport:
-        """A new connection to it. Raises `AuthError` if it has another key, and OSError."""
-
-
-class TcpPeer:
-    """An engine at an address; see `EnginePeer`."""
-
-    def __init__(self, host: str, port: int, key: FleetKey | None) -> None:
-        self._host, self._port, self._key = host, port, key
-        self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-    async def connect(self) -> SocketTransport:
-        return await dial(self._host, self._port, self._key)
 
 
 class ConnectedHost:
@@ -88,17 +59,24 @@ class ConnectedHosts:
     def __init__(
         self,
         setup: EngineSetup,
-        peers: Sequence[EnginePeer],
+        members: Members,
         prefix_key: bytes | None,
         link_timeout_s: float | None = LINK_TIMEOUT_S,
     ) -> None:
-        self._setup, self._peers, self._link_timeout_s = setup, peers, link_timeout_s
+        self._setup, self._members, self._link_timeout_s = setup, members, link_timeout_s
         self.prefix_key = prefix_key
         self._waiting: dict[int, SocketTransport] = {}  # connections that were made for the next start
 
     def places(self) -> Sequence[Place]:
         """Without shares: the engines run already."""
-        return [Place(self._setup.config)] * len(self._peers)
+        return [Place(self._setup.config)] * len(self._members.peers)
+
+    def present(self) -> Sequence[int]:
+        return list(self._members.present)
+
+    def name_of(self, index: int) -> str | None:
+        peer = self._members.peers[index]
+        return None if peer is None else peer.name
 
     def start_host(self, index: int) -> StartHost | None:
         return partial(self._connect, index)
@@ -112,98 +90,73 @@ class ConnectedHosts:
     async def open(self) -> None:
         """Does nothing."""
 
+    async def first(self, starting: Mapping[int, asyncio.Future[EngineReady]]) -> dict[int, EngineReady]:
+        """Of the engines that are there, or as soon as one is: the others are reached later."""
+        pending: set[asyncio.Future[EngineReady]] = set(starting.values())
+        limit_s: float | None = None
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            if any(one.exception() is None for one in done):
+                limit_s = OTHERS_S
+        ready = {index: one.result() for index, one in starting.items() if one.done() and one.exception() is None}
+        if not ready:
+            await asyncio.gather(*starting.values())  # raises
+        standard = self._members.standard
+        if standard is None:
+            index, first = next(iter(ready.items()))
+            standard = self._members.standard = (self._peer(index).name, first)
+        for index in list(ready):
+            try:
+                check_alike([standard[0], self._peer(index).name], [standard[1], ready[index]])
+            except ConfigError as error:
+                log.error("engine.unlike", place=index, reason=str(error))
+                del ready[index]
+                if not ready:
+                    raise
+        return ready
+
+    def check(self, core: EngineCore) -> None:
+        """Raises `ConfigError` for an engine that is not as the first one was."""
+        assert self._members.standard is not None and core.ready is not None
+        name, first = self._members.standard
+        own = self._peer(core.index).name
+        check_alike([name, own], [first, core.ready])
+        if (most := core.ready.info.max_model_len) < (due := first.info.max_model_len):
+            message = f"engine {own} has max_model_len = {most}, and engine {name} {due}"
+            raise ConfigError(f"{message}; start both with the same setting and memory for it")
+
+    def follow(self, fleet: Fleet) -> None:
+        self._members.follow(fleet)
+
     async def look(self, index: int) -> None:
         """Waits until the engine can be reached."""
         self._drop(index)
-        self._waiting[index] = await reached(self._peers[index])
+        self._waiting[index] = await reached(self._peer(index))
 
     async def close(self) -> None:
+        await self._members.aclose()
         for index in list(self._waiting):
             self._drop(index)
+
+    def _peer(self, index: int) -> EnginePeer:
+        peer = self._members.peers[index]
+        assert peer is not None, f"place {index} has no engine"
+        return peer
 
     def _drop(self, index: int) -> None:
         if (transport := self._waiting.pop(index, None)) is not None:
             transport.close()
 
     async def _connect(self, index: int) -> ConnectedHost:
-        peer, transport = self._peers[index], self._waiting.pop(index, None)
+        peer, transport = self._peer(index), self._waiting.pop(index, None)
         if transport is None:
             try:
                 transport = await peer.connect()
             except (AuthError, OSError) as error:
-                raise EngineDied(f"engine {peer.name} cannot be reached: {_reason(error)}") from None
+                raise EngineDied(f"engine {peer.name} cannot be reached: {reason_of(error)}") from None
         return ConnectedHost(peer.name, transport, self._link_timeout_s)
-
-
-async def reached(peer: EnginePeer, on_failure: Callable[[Exception], object] = lambda error: None) -> SocketTransport:
-    """A connection to an engine, as soon as there is one. `on_failure` gets each error, and may raise another."""
-    pause_s, last = FIRST_PAUSE_S, ""
-    while True:
-        try:
-            return await peer.connect()
-        except (AuthError, OSError) as error:
-            on_failure(error)
-            if (reason := _reason(error)) != last:
-                log.warning("engine.unreachable", engine=peer.name, reason=reason)
-                last = reason
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-async def look_at(peer: EnginePeer, link_timeout_s: float | None = LINK_TIMEOUT_S) -> EngineReady:
-    """What an engine is, once it can be reached. Raises `ConfigError` for another key or version."""
-
-    def refuse(error: Exception) -> None:
-        if isinstance(error, AuthError):
-            raise ConfigError(f"engine {peer.name}: {error}; give both the same --fleet-key-file")
-
-    while True:
-        transport = await reached(peer, refuse)
-        try:
-            return await _asked(transport, peer, link_timeout_s)
-        except EngineDied as error:
-            log.warning("engine.unreachable", engine=peer.name, reason=str(error))
-            await asyncio.sleep(FIRST_PAUSE_S)
-
-
-async def _asked(transport: SocketTransport, peer: EnginePeer, link_timeout_s: float | None) -> EngineReady:
-    told: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
-
-    def receive(word: object) -> None:
-        if told.done():
-            return
-        if isinstance(word, EngineReady):
-            told.set_result(word)
-        elif isinstance(word, NotStarted):
-            told.set_exception(ConfigError(f"engine {peer.name}: {word.reason}"))
-
-    def lost(error: LinkError | None) -> None:
-        if not told.done():
-            is_other = error is not None and "same version" in str(error)
-            reason = "it closed the connection" if error is None else str(error)
-            kind = ConfigError if is_other else EngineDied
-            told.set_exception(kind(f"engine {peer.name}: {reason}"))
-
-    link = Link(transport, CODEC, receive, lost, timeout_s=link_timeout_s)
-    requests: OutboundChannel[TokenRequest] = OutboundChannel("->".join(TO_SCHEDULE), ENTRY_CAPACITY)
-    tokens: InboundChannel[StepTokens] = InboundChannel("->".join(TO_DETOKENIZE), TEXT_CAPACITY)
-    link.add_outbound(requests)
-    link.add_inbound(tokens)
-    link.start()
-    link.post(Setup(EngineConfig(), None, 0, is_elsewhere=True))
-    try:
-        async with asyncio.timeout(WELCOME_S):
-            return await told
-    except TimeoutError:
-        raise EngineDied(f"engine {peer.name}: no word in {WELCOME_S:g} s") from None
-    finally:
-        link.close()
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, TimeoutError) and not str(error):
-        return "no answer in time"
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def check_alike(names: Sequence[str], ready: Sequence[EngineReady]) -> None:
@@ -231,6 +184,55 @@ def _check_files(first_name: str, name: str, first: Mapping[str, str], found: Ma
         raise ConfigError(f"{message}; start both with the same model")
 
 
-def hosts_of(peers: Sequence[EnginePeer], prefix_key: bytes | None) -> Callable[[EngineSetup], Hosts]:
+async def look_at_first(members: Members) -> list[EngineReady]:
+    """What the engines are that can be reached, as soon as there is one; then waits a little for the others.
+
+    Raises `ConfigError` for what is wrong with engines that stay: with all of them, or with one beside others.
+    """
+    looks: dict[str, asyncio.Task[EngineReady]] = {}
+    try:
+        while True:
+            named = {peer.name: peer for peer in members.present.values()}
+            for name in looks.keys() - named.keys():
+                looks.pop(name).cancel()
+            for name in named.keys() - looks.keys():
+                looks[name] = asyncio.ensure_future(look_at(named[name]))
+            if ready := await _answered(looks, members.period_s):
+                names = list(ready)
+                if members.is_fixed:
+                    check_alike(names, list(ready.values()))
+                members.standard = (names[0], ready[names[0]])
+                return list(ready.values())
+            if members.is_fixed:
+                await asyncio.gather(*looks.values())  # raises
+            for name, look in list(looks.items()):  # refused: perhaps it is another one when it is looked at again
+                if look.done():
+                    log.error("engine.refused", engine=name, reason=str(look.exception()))
+                    del looks[name]
+            await members.look_again()
+    finally:
+        for look in looks.values():
+            look.cancel()
+        if looks:
+            await asyncio.wait(looks.values())
+
+
+async def _answered(looks: Mapping[str, asyncio.Task[EngineReady]], period_s: float | None) -> dict[str, EngineReady]:
+    """What was told until the first look succeeded and for `OTHERS_S` more, or all failed, or the period is over."""
+    ready: dict[str, EngineReady] = {}
+    pending: set[asyncio.Task[EngineReady]] = set(looks.values())
+    limit_s = period_s
+    if not pending:
+        await asyncio.sleep(period_s or OTHERS_S)
+    while pending:
+        done, pending = await asyncio.wait(pending, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        ready = {name: look.result() for name, look in looks.items() if look.done() and look.exception() is None}
+        if not done:
+            break
+        limit_s = OTHERS_S if ready else period_s
+    return ready
+
+
+def hosts_of(members: Members, prefix_key: bytes | None) -> Callable[[EngineSetup], Hosts]:
     """What a fleet of these engines makes its `Hosts` with."""
-    return lambda setup: ConnectedHosts(setup, peers, prefix_key)
+    return lambda setup: ConnectedHosts(setup, members, prefix_key)

@@ -13,12 +13,13 @@ from ...runtime.processes.transport import SocketTransport
 from ..config import EngineConfig
 from ..engine.core import WarmUp
 from ..engine.engine import Engine
-from ..errors import ConfigError
-from ..fleet.fleet_processes import MAX_ENGINES, FleetProcesses
+from ..fleet.fleet_processes import FleetProcesses
 from ..split.protocol import EngineReady
-from ..split.remote_core import RemoteCore
-from .connected_hosts import EnginePeer, check_alike, hosts_of, look_at
+from ..split.remote_core import ReadText, RemoteCore, read_text
+from .connected_hosts import check_alike, hosts_of
+from .engine_peers import EnginePeer, look_at
 from .engine_server import EngineServer
+from .membership import Members
 
 # settings of a front: the others are the engines'
 OF_FRONT = (
@@ -30,7 +31,7 @@ OF_FRONT = (
 
 
 class RouteEngine(Engine):
-    """An `Engine` whose step loops are those of `peers`. It takes requests while one of them serves.
+    """An `Engine` whose step loops are those of engines elsewhere. It takes requests while one of them serves.
 
     `config` is of `front_config`. `prefix_key` is that of the engines; None: the router does not know what they have
     cached. `options` are those of `Engine`.
@@ -39,41 +40,37 @@ class RouteEngine(Engine):
     def __init__(
         self,
         config: EngineConfig,
-        peers: Sequence[EnginePeer],
+        members: Members | Sequence[EnginePeer],
         prefix_key: bytes | None = None,
         *,
         warm_up: WarmUp | None = None,
+        read_text: ReadText = read_text,
         **options: Any,
     ) -> None:
-        processes = partial(FleetProcesses, make_hosts=hosts_of(peers, prefix_key))
-        core = partial(RemoteCore, make_processes=processes, warm_up=warm_up)
+        members = members if isinstance(members, Members) else Members.of(members)
+        processes = partial(FleetProcesses, make_hosts=hosts_of(members, prefix_key))
+        core = partial(RemoteCore, make_processes=processes, read_text=read_text, warm_up=warm_up)
         super().__init__(config, core=core, **options)
 
 
 async def look_at_all(peers: Sequence[EnginePeer]) -> list[EngineReady]:
     """What the engines are, once all can be reached. Raises `ConfigError` if they differ."""
-    if len(peers) > MAX_ENGINES:
-        raise ConfigError(f"{len(peers)} engines: a front has at most {MAX_ENGINES}; start more fronts")
-    names = [peer.name for peer in peers]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"engine {twice} is named twice; name each once")
     ready = await asyncio.gather(*map(look_at, peers))
-    for name, one in zip(names, ready, strict=True):
-        if one.config is None:
-            raise ConfigError(f"engine {name} is no `millrace engine`, or of an older version; update it")
-    check_alike(names, ready)
+    check_alike([peer.name for peer in peers], ready)
     return ready
 
 
-def front_config(own: EngineConfig, ready: Sequence[EngineReady]) -> EngineConfig:
-    """The settings of a front with these engines: its own for text and admission, those of the first engine else."""
+def front_config(own: EngineConfig, ready: Sequence[EngineReady], num_places: int | None = None) -> EngineConfig:
+    """The settings of a front with these engines: its own for text and admission, those of the first engine else.
+
+    There are `num_places` for engines; None: as many as are `ready`.
+    """
     theirs = ready[0].config
     assert theirs is not None
     return replace(
         theirs,
         model=theirs.model if own.model is None else own.model,
-        data_parallel_size=len(ready),
+        data_parallel_size=len(ready) if num_places is None else num_places,
         tensor_parallel_size=1,
         executor="auto",
         record=None,

@@ -23,7 +23,6 @@ from ..config import EngineConfig
 from ..engine.engine_status import CoreReport
 from ..executor.engine_host import StartHost
 from ..messages import StepTokens, TokenRequest
-from ..outputs import ModelInfo
 from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE
 from .inflight_requests import InflightRequests
 from .process_client import MODULE, EngineClient, EngineDied
@@ -92,7 +91,7 @@ class EngineCore:
         self._table = table
         self.client: EngineClient | None = None
         self.keeper: ProcessKeeper | None = None
-        self.info: ModelInfo | None = None  # of the present process
+        self.ready: EngineReady | None = None  # what the present process told at its start
         self.is_draining = False  # it takes no new requests, by its own word
         self.report: CoreReport | None = None  # the last one
         self.last_granted = -1  # step, by the last report
@@ -140,7 +139,7 @@ class EngineCore:
         made = (config, logs.settings(), first_step, self._model_files, self._cpus, is_elsewhere, self.prefix_key)
         setup = Setup(*made)
         ready = await client.start(setup, self.files)
-        self.info = ready.info
+        self.ready = ready
         if self._model_files is None:
             self._model_files = ready.files
             self._start_limit_s = max(MIN_START_S, START_FACTOR * (env.now() - began_s))
@@ -219,6 +218,11 @@ class EngineCore:
 
     def note_report(self, report: CoreReport) -> None:
         self.report, self.last_granted = report, report.core.scheduler.last_granted
+
+    def forget_process(self) -> None:
+        """The process has gone by plan: nothing of it concerns the next one, but the numbers of its steps."""
+        self.ready = self.report = self._model_files = None
+        self.is_draining, self._num_silent_checks = False, 0
 
     # -- supervision
 

@@ -70,7 +70,7 @@ class ProcessKeeper:
         self._deaths_s: deque[float] = deque(maxlen=MAX_DEATHS)  # those that no single request explains
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, client: EngineClient) -> None:
+    def start(self, client: EngineClient | None) -> None:
         """Begins to wait for the death of the first process."""
         self._task = asyncio.get_running_loop().create_task(self._keep(client), name="engine process keeper")
 

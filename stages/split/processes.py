@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -54,6 +55,11 @@ class Processes(Protocol):
     def sketch(self) -> Pipeline: ...
 
     async def open(self) -> None: ...  # called before the first process starts
+    @property
+    def starting(self) -> Sequence[EngineCore]: ...  # those with a process when the engine starts
+    async def first(self, starting: Sequence[asyncio.Future[EngineReady]]) -> list[EngineReady]:
+        """Waits until enough of the `starting` are ready."""
+
     def config_of(self, core: EngineCore) -> EngineConfig: ...  # the settings of an engine process
     def config_of_text(self) -> EngineConfig: ...  # the settings with which this process looks for the model's files
     def joint_info(self, ready: Sequence[EngineReady]) -> ModelInfo: ...  # the model of all processes
@@ -121,6 +127,13 @@ class OneProcess:
 
     async def open(self) -> None:
         """Does nothing."""
+
+    @property
+    def starting(self) -> Sequence[EngineCore]:
+        return self.cores
+
+    async def first(self, starting: Sequence[asyncio.Future[EngineReady]]) -> list[EngineReady]:
+        return list(await asyncio.gather(*starting))
 
     def config_of(self, core: EngineCore) -> EngineConfig:
         return self._setup.config

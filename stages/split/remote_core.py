@@ -139,9 +139,9 @@ class RemoteCore:
         phases, processes = Phases(self.env.now), self.processes
         await processes.open()
         reading = asyncio.ensure_future(self._read_text(processes.config_of_text(), phases, self.env))
-        starting = [asyncio.ensure_future(core.start(processes.config_of(core))) for core in processes.cores]
+        starting = [asyncio.ensure_future(core.start(processes.config_of(core))) for core in processes.starting]
         try:
-            with_info, ready = await asyncio.gather(reading, asyncio.gather(*starting))
+            with_info, ready = await asyncio.gather(reading, processes.first(starting))
         except BaseException:
             for task in (reading, *starting):
                 task.cancel()
@@ -175,7 +175,7 @@ class RemoteCore:
         assert pipeline.watch is not None
         pipeline.watch.on_tick.append(self.check_processes)
         if self._warm_up is not None:
-            for core in self.processes.cores:
+            for core in self.processes.starting:
                 with self.processes.only(core):
                     await core.warm_up(self._run_first_requests(self._warm_up, front))
         self.processes.start_keepers(front, self._start_again, self._process_died)

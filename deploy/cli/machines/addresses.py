@@ -1,11 +1,13 @@
-"""The address of an engine, and the key of a fleet, as flags name them."""
+"""The addresses of engines, and the key of a fleet, as flags name them."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from ....runtime.processes.auth import FleetKey
 from ....stages.errors import ConfigError
+from ....stages.machines.engine_sources import AddressFile, DnsName, EngineSource, FixedAddress
 
 PREFIX_KEY_BYTES = 16
 
@@ -17,6 +19,16 @@ def parse_address(flag: str, text: str) -> tuple[str, int]:
     if not colon or not port.isdecimal() or not 0 <= int(port) < 1 << 16 or is_bare:
         raise ConfigError(f"{flag} {text}: must be HOST:PORT, such as 10.0.0.5:7000 or [fd00::5]:7000")
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
+def parse_source(text: str) -> EngineSource:
+    """What names engines: HOST:PORT, dns:NAME:PORT or file:PATH. Raises `ConfigError`."""
+    kind, _, rest = text.partition(":")
+    if kind == "file" and rest:
+        return AddressFile(text, Path(rest), partial(parse_address, "address"))
+    if kind == "dns" and rest:
+        return DnsName(text, *parse_address("--engine dns:", rest))
+    return FixedAddress(text, parse_address("--engine", text))
 
 
 def read_key(path: Path | None) -> FleetKey | None:

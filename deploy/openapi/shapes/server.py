@@ -54,7 +54,7 @@ class MissingEngine(Shape):
     """An engine of several that takes no requests."""
 
     index: Count
-    state: Literal["loading", "dead"]
+    state: Literal["loading", "draining", "dead"]
     reason: str | None
 
 
@@ -211,8 +211,9 @@ class EngineOfFleet(Shape):
     """One of several engine processes. Its work is in tokens of prompts."""
 
     index: Count
+    address: str | None  # of an engine elsewhere
     pid: Count | None
-    state: Literal["ready", "loading", "dead"]
+    state: Literal["ready", "loading", "draining", "dead"]
     reason: str | None  # why it takes no requests
     num_deaths: Count
     num_requests: Count

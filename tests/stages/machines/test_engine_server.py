@@ -86,7 +86,7 @@ async def test_two_fronts_of_two_engines_answer_as_one_engine_does() -> None:
             asked = [answer(engine, prompt) for prompt in PROMPTS for engine in (one, other)]
             found = await asyncio.gather(*asked)
             assert found[::2] == due and found[1::2] == due
-            assert first.num_live == second.num_live == 0
+            await until(lambda: first.num_live == second.num_live == 0)
             first.table.check()
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.thinned import MOST, MOST_INTERPRETED, dropped
+import pytest
+
+from tests.thinned import MOST, MOST_INTERPRETED, dropped, values_of
 
 
 def cases(file: str, *sizes: int) -> list[Any]:
@@ -16,7 +18,7 @@ def cases(file: str, *sizes: int) -> list[Any]:
         SimpleNamespace(
             nodeid=f"{file}::test[{'-'.join(map(str, indices))}]",
             path=Path(file),
-            callspec=SimpleNamespace(indices={str(place): index for place, index in enumerate(indices)}),
+            callspec=SimpleNamespace(params={str(place): index for place, index in enumerate(indices)}),
         )
         for indices in product(*map(range, sizes))
     ]
@@ -31,7 +33,7 @@ def test_every_value_of_every_parameter_is_in_a_case_that_runs():
     for sizes in ((3, 4, 5), (40,), (2, 2, 2, 2, 2), (30, 2)):
         left = kept(cases("tests/kernels/native/test_a.py", *sizes))
         for place, size in enumerate(sizes):
-            assert {item.callspec.indices[str(place)] for item in left} == set(range(size))
+            assert {item.callspec.params[str(place)] for item in left} == set(range(size))
         assert max(MOST, max(sizes)) <= len(left) or len(left) == MOST
 
 
@@ -43,3 +45,15 @@ def test_few_cases_and_those_elsewhere_all_run():
 def test_interpreted_cases_are_fewer_and_always_the_same():
     left = kept(cases("tests/kernels/interpreted_a.py", 2, 5, 5))
     assert MOST_INTERPRETED <= len(left) <= 9 and left == kept(cases("tests/kernels/interpreted_a.py", 2, 5, 5))
+
+
+@pytest.mark.parametrize("size", [3, 40, 500, 7_000])
+@pytest.mark.parametrize("name", ["one", "two", "three"])
+def test_values_of_stacked_decorators_are_told_apart(request: pytest.FixtureRequest, size: int, name: str):
+    function = request.node.originalname
+    same = [item for item in request.session.items if getattr(item, "originalname", "") == function]
+    params = {tuple(item.callspec.params.values()) for item in same}  # type: ignore[attr-defined]
+    assert len(set().union(*map(values_of, same))) == len({size for size, _ in params}) + len(
+        {name for _, name in params}
+    )
+    assert values_of(request.node) == {("size", id(size)), ("name", id(name))}

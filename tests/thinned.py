@@ -12,9 +12,13 @@ from zlib import crc32
 
 import pytest
 
-MOST = 12  # cases of a function, more if they are needed to have each value once
-MOST_INTERPRETED = 5
-FOLDERS = ("tests/kernels/", "tests/stages/sample/test_greedy.py", "tests/deploy/api/openai/test_tool_calls.py")
+MOST = 8  # cases of a function, more if they are needed to have each value once
+MOST_INTERPRETED = 4
+FOLDERS = (
+    *("tests/kernels/", "tests/stages/sample/test_greedy.py", "tests/deploy/api/openai/test_tool_calls.py"),
+    *("tests/model/variants/", "tests/model/text/test_tokenizer_variants.py", "tests/stages/schedule/test_fairness.py"),
+    *("tests/stages/backends/", "tests/security/test_poison.py", "tests/stages/device/"),
+)
 
 
 def dropped(items: Iterable[pytest.Item], most: int = MOST) -> list[pytest.Item]:
@@ -30,14 +34,18 @@ def dropped(items: Iterable[pytest.Item], most: int = MOST) -> list[pytest.Item]
     return gone
 
 
+def values_of(item: pytest.Item) -> set[tuple[str, int]]:
+    """Each parameter of a case with which of its values it has. Values are the same objects in all cases; pytest's own
+    `indices` count the cases where decorators are stacked."""
+    return {(name, id(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
+
+
 def _without(cases: Sequence[pytest.Item], most: int) -> list[pytest.Item]:
     drawn = sorted(cases, key=lambda item: crc32(item.nodeid.encode()))
-    seen: set[tuple[str, str]] = set()
+    seen: set[tuple[str, int]] = set()
     new, others = [], []
     for item in drawn:
-        # one id is the join of those of all parameters, so values are told apart by their place among the indices
-        indices = item.callspec.indices  # type: ignore[attr-defined]
-        values = {(name, str(index)) for name, index in indices.items()}
+        values = values_of(item)
         (others if values <= seen else new).append(item)
         seen |= values
     return others[max(0, most - len(new)) :]

@@ -136,6 +136,7 @@ BELOW = {
     "deploy/cli/doctor": "deploy deploy/http deploy/api",
     "deploy/cli/other_engines": "",
     "deploy/cli/simulate": "deploy deploy/settings",
+    "deploy/cli/chaos": "deploy",
     "deploy/dashboard/playback": "deploy deploy/metrics deploy/api/schema deploy/websocket deploy/dashboard",
     "deploy/cli": "deploy deploy/settings deploy/http deploy/websocket deploy/dashboard deploy/server "
     "deploy/ray deploy/cli/other_engines deploy/dashboard/playback",

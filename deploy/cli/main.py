@@ -20,7 +20,11 @@ from . import standard_streams
 from .argument_parser import ArgumentParser
 
 STARTUP_ERROR_EXIT_CODE = 3  # exit code for a wrong setting or checkpoint; one line on stderr names it
-MODULES = {"engine": "machines.engine", "route": "machines.route"}  # of commands not in a module of their name
+MODULES = {
+    "engine": "machines.engine",
+    "route": "machines.route",
+    "chaos": "chaos.chaos_run",
+}  # of commands not in a module of their name
 SERVERS = ("serve", "engine", "route")  # they log to the terminal, which no answer needs
 LOGGING = frozenset({"log_format", "log_level"})
 EVALUATION = frozenset(  # settings that may change a model's predictions, or are needed to load it
@@ -140,6 +144,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_eval_perplexity(commands)
     _add_replay(commands)
     _add_simulate(commands)
+    _add_chaos(commands)
     _add_top(commands)
     _add_health(commands)
     _add_trace(commands)
@@ -369,6 +374,25 @@ def _add_simulate(commands: Any) -> None:
     text = "plot the results as PNG, SVG or PDF; needs pip install -e '.[plots]'"
     simulate.add_argument("--plot", type=Path, metavar="FILE", help=text)
     _add_common(simulate)
+
+
+def _add_chaos(commands: Any) -> None:
+    text = "run fronts and engines on this machine under faults, and check each answer: exit code 0 or 1"
+    chaos = commands.add_parser("chaos", usage=_usage("chaos --fleet FRONTSxENGINES"), help=text)
+    chaos.add_argument("--fleet", metavar="FxE", default="2x3", help="fronts and engines to start (default: 2x3)")
+    text = "what is asked and, without --plan, struck (default: 0)"
+    chaos.add_argument("--seed", type=int, metavar="N", default=0, help=text)
+    chaos.add_argument("--minutes", type=float, metavar="X", default=1.0, help="time of the faults (default: 1)")
+    text = "YAML or JSON file of strikes, or one of upgrade, partition, clocks, versions (default: drawn)"
+    chaos.add_argument("--plan", metavar="FILE", help=text)
+    chaos.add_argument("--clients", type=int, metavar="N", default=32, help="clients (default: 32)")
+    text = "requests a second of all clients, at most (default: 8)"
+    chaos.add_argument("--rate", type=float, metavar="X", default=8.0, help=text)
+    text = "folder for the logs of all processes (default: a temporary one, kept after a violation)"
+    chaos.add_argument("--log-dir", type=Path, metavar="DIR", help=text)
+    text = "write each request with the times of its pieces to this file, as JSON lines"
+    chaos.add_argument("--save-history", type=Path, metavar="FILE", help=text)
+    _add_common(chaos)
 
 
 def _add_top(commands: Any) -> None:

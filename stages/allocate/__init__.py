@@ -8,5 +8,6 @@ Start with: `stage.py`, then `allocator.py`, `slot_blocks.py` and `block_pool.py
 
 Of a model whose layers have windows, `KVLayout` in `kernels/layout/kv_layout.py` says what a kind and a slab are. Here
 `slab_pool.py` lends slabs to kinds, `block_tables.py` retires what a window leaves behind, and `kind_index.py` has what
-the prefix cache knows of the kinds after the first. The tests' `kinds_walk.py` lists what must hold.
+the prefix cache knows of the kinds after the first. While the same rows decode, `steady_decode.py` has them go on in
+the blocks that their windows have passed. The tests' `kinds_walk.py` lists what must hold.
 """

@@ -165,18 +165,26 @@ class Allocator:
     def _steady_rows_of(self, plan: StepPlan) -> SteadyDecode | None:
         """The state of steady decoding, if the rows are the last plan's and their blocks available."""
         if not plan.is_decode or plan.num_reserved is not None:
-            self._steady.clear()
+            self._end_steady(self._steady.clear())
             return None
         lane = self._steady.find(plan.slots)
         if lane is None or self._slot_blocks.started or len(plan.slots) > plan.token_budget:
-            self._steady.note(plan.slots)
+            self._end_steady(self._steady.note(plan.slots))
             return None
         if lane.steady is None:
-            lane.steady = SteadyDecode(plan.slots, self.tables, [each.tables for each in self._more])
+            lane.steady = SteadyDecode(plan.slots, self._slot_blocks)
+        if self._has_windows:
+            lane.steady.prepare(plan.completed_step, self.last_granted)
         if not lane.steady.is_whole or not self._fits(lane.steady.growth.num_blocks, lane.steady.more):
-            self._steady.forget(lane)
+            self._end_steady(self._steady.forget(lane))
             return None
         return lane.steady
+
+    def _end_steady(self, ended: Sequence[SteadyDecode]) -> None:
+        """Ends the steady decoding of rows, which have not yet given back all that their windows have passed."""
+        if self._has_windows:
+            for steady in ended:
+                self._slot_blocks.retire(steady.slots, self.last_granted)
 
     def _serve_steady(self, hand: PlanInHand, steady: SteadyDecode) -> tuple[StepGrant, PlanReport]:
         plan = hand.plan
@@ -185,14 +193,12 @@ class Allocator:
         growth = steady.growth
         if growth.num_blocks:
             blocks = self.pool.take_behind(growth.last_blocks(), [1] * growth.num_blocks, growth.num_blocks, hand)
-            table_slots, table_places = growth.grow(blocks)
+            table_slots, table_places, blocks = growth.grow(blocks)
         if self._more:
             self._slot_blocks.give_back_unused()
-        starts = steady.step()
+        starts = steady.step(plan.step)
         self.last_granted = plan.step
         self._slot_blocks.last_step[plan.slots] = plan.step
-        if self._has_windows:
-            self._slot_blocks.retire(plan.slots, plan.step)
         grant = StepGrant(
             step=plan.step,
             generation=plan.generation,
@@ -215,9 +221,11 @@ class Allocator:
         self._slot_blocks.reserve(steady.needs(), hand)
         made = []
         for each, growth in zip(self._more, steady.more, strict=True):
+            blocks = NO_INTS
             if count := growth.num_blocks:
                 blocks = each.pool.take_behind(growth.last_blocks(), [1] * count, count, hand)
-                made.append(TableEntries(each.kind, *growth.grow(blocks), blocks))
+            if growth.num_rows:
+                made.append(TableEntries(each.kind, *growth.grow(blocks)))
         return tuple(made)
 
     # -- other plans

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..messages import Indices, Ints
+from ..messages import Bools, Indices, Ints
 
 if TYPE_CHECKING:
     from .plan_in_hand import PlanInHand
@@ -124,9 +124,19 @@ class BlockPool:
         is_there = total <= self.num_free + len(self._cached) or total <= self.num_available  # the latter takes time
         assert is_there, f"{total} blocks taken of {self.num_available} available"
         taken: list[int] = []
+        state, num_free_of, size = self.state.data, self._num_free_of, self.run_size
         for last, count in zip(last_blocks, counts, strict=True):
-            until = len(taken) + count
-            self._extend_run(last + 1, until, taken)
+            block, until = last + 1, len(taken) + count
+            if count == 1 and block % size and block < self.num_blocks and state[block] == FREE:
+                run = block // size  # `_extend_run`, for most rows that decode
+                self.num_free -= 1
+                num_free_of[run] -= 1
+                if not num_free_of[run]:
+                    del self._partly[run]
+                state[block] = IN_USE
+                taken.append(block)
+                continue
+            self._extend_run(block, until, taken)
             while len(taken) < until:
                 found = self._find_free(until - len(taken))
                 self.state[found] = IN_USE
@@ -345,6 +355,10 @@ class BlockPool:
         self.num_free += len(blocks)
         for run, count in Counter((blocks // self.run_size).tolist()).items():
             self._count_free(run, count)
+
+    def is_kept(self, blocks: Ints) -> Bools:
+        """Whether the contents of each block may be reused."""
+        return self._is_kept[blocks]
 
     def kept(self) -> set[int]:
         """Blocks whose contents may be reused."""

@@ -109,15 +109,18 @@ class WindowTables(BlockTables):
         self.kind = kind
         self.most = most  # blocks that a slot needs at once if it grows by single tokens
         self.num_retired = np.zeros(num_slots, np.int32)  # [S] first blocks of the slot, which were given back
-        self._first_retires_at = kind.first_query_after(block_size)
-        self.retires_at = np.full(num_slots, self._first_retires_at, np.int32)  # [S] tokens; then another is retired
 
     def reservable(self, slots: Indices, num_reserved: Ints) -> Ints:
         return np.minimum(num_reserved, (self.num_retired[slots] + self.most) * self.block_size)
 
     def due(self, slots: Indices) -> Indices:
         """Those of `slots` of which a block can be retired: about one in `block_size` of decoding ones."""
-        return slots[self.num_tokens[slots] >= self.retires_at[slots]]
+        return slots[self.num_tokens[slots] >= self.passes_at(self.num_retired[slots])]
+
+    def passes_at(self, places: Indices | Ints) -> Ints:
+        """The tokens with which a slot passes its block at each place: no later query sees it."""
+        found: Ints = self.kind.first_query_after((places + 1) * self.block_size)
+        return found
 
     def retire(self, slots: Indices) -> tuple[Indices, Indices, Ints]:
         """Takes the blocks of `slots`, all of them due, that no later query sees.
@@ -133,7 +136,6 @@ class WindowTables(BlockTables):
         else:  # one each, as in decoding
             owners, places = slots, firsts.astype(np.intp)
         self.num_retired[slots] = ends
-        self.retires_at[slots] = self.kind.first_query_after((ends + 1) * self.block_size)
         return owners, places, self.blocks[owners, places]
 
     def last_blocks(self, slots: Indices) -> list[int]:
@@ -150,19 +152,18 @@ class WindowTables(BlockTables):
         assert not self.capacity[slot], f"the table of slot {slot} is not empty"
         self.capacity[slot] = num_retired * self.block_size
         self.num_retired[slot] = num_retired
-        self.retires_at[slot] = self.kind.first_query_after((num_retired + 1) * self.block_size)
 
     def held_by(self, slot: int) -> Ints:
         return super().held_by(slot)[self.num_retired[slot] :]
 
     def clear(self, slot: int) -> Ints:
         num_retired = int(self.num_retired[slot])
-        self.num_retired[slot], self.retires_at[slot] = 0, self._first_retires_at
+        self.num_retired[slot] = 0
         return super().clear(slot)[num_retired:]
 
     def clear_all(self) -> None:
         super().clear_all()
-        self.num_retired[:], self.retires_at[:] = 0, self._first_retires_at
+        self.num_retired[:] = 0
 
     def held(self) -> Ints:
         columns = np.arange(self.blocks.shape[1])

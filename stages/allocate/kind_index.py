@@ -80,15 +80,19 @@ class KindIndex:
 
     # -- adding
 
-    def put(self, number: int, block: int, *, is_sample: bool = False) -> None:
-        """Adds a device block, in use or quarantined, unless the entry has one on the device."""
+    def put(self, number: int, block: int, *, is_sample: bool = False) -> bool:
+        """Adds a device block, in use or quarantined, unless the entry has one on the device.
+
+        Returns whether it did; the caller then marks the block as kept.
+        """
         if number in self.blocks or block in self._number_of:
-            return
-        self._drop_tail_of(block)
+            return False
+        if block in self._tail_of:
+            self._drop_tail_of(block)
         self.blocks[number], self._number_of[block] = block, number
         if is_sample:
             self._samples.add(block)
-        self._pool.keep(np.array([block], np.int32))
+        return True
 
     def put_tail(self, tail: int, block: int) -> None:
         """Adds the device block of the tokens of `tail`, a block of kind 0."""

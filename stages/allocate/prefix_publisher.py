@@ -6,7 +6,7 @@ Columnar: a step in which no block is filled costs a few numpy operations.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class PublishedKind:
 
     kind: KVKind
     index: KindIndex
+    pool: BlockPool
     tables: BlockTables
     firsts: Ints  # [S] place of the first block that the slot holds
 
@@ -50,11 +51,12 @@ class PublishedKind:
         """The place of the first block that a query at these positions, [B], sees."""
         return self.kind.first_key(num_tokens) // self.tables.block_size
 
-    def put(self, slot: int, place: int, chain: BlockChain) -> None:
-        """Adds the block at `place`, the last one added to `chain`."""
-        if not chain.is_cut:
-            assert isinstance(chain.last, int), "a chain without blocks has none of another kind"
-            self.index.put(chain.last, int(self.tables.blocks[slot, place]), is_sample=chain.is_sample)
+    def put(self, chain: BlockChain, block: int) -> bool:
+        """Adds a block with the keys of the one added last to `chain`. Returns whether the pool is to keep it."""
+        if chain.is_cut:
+            return False
+        assert isinstance(chain.last, int), "a chain without blocks has none of another kind"
+        return self.index.put(chain.last, block, is_sample=chain.is_sample)
 
 
 class PrefixPublisher:
@@ -94,7 +96,7 @@ class PrefixPublisher:
         """Adds a kind, the next one from 1 on."""
         index = KindIndex(kind, tables.block_size, pool, host_pool)
         firsts = tables.num_retired if isinstance(tables, WindowTables) else np.zeros_like(tables.num_tokens)
-        self.kinds.append(PublishedKind(kind, index, tables, firsts))
+        self.kinds.append(PublishedKind(kind, index, pool, tables, firsts))
         self.cache.kinds = [*self.cache.kinds, index]
 
     def forget_blocks_of(self, kind: int, blocks: Iterable[int]) -> None:
@@ -291,6 +293,8 @@ class PrefixPublisher:
         """Publishes the complete block `places[i]` of `slots[i]`, [F], and the ones before it."""
         size = self._tables.block_size
         blocks = self._tables.blocks[slots, places]
+        others: list[tuple[PublishedKind, Iterator[int], list[int]]]  # (kind, its blocks, -1: passed; those it keeps)
+        others = [(kind, iter(kind.tables.blocks_at(slots, places)), []) for kind in self.kinds]
         halves = self._newest.reshape(len(self._newest), 2, size)[slots, places % 2]  # [F, B]
         contents, begin, new = halves.tobytes(), 0, []
         chains, put = self._chains, self._put
@@ -303,11 +307,17 @@ class PrefixPublisher:
                 assert place == chain.num_blocks, f"block {chain.num_blocks} of slot {slot} was passed over"
                 if put(chain, block, contents[begin:end]):
                     new.append(block)
-                for kind in self.kinds:
-                    if place >= kind.firsts[slot]:
-                        kind.put(slot, place, chain)
+                for kind, held, kept in others:
+                    other = next(held)
+                    if other >= 0 and kind.put(chain, other):
+                        kept.append(other)
+            else:
+                for _, held, _ in others:
+                    next(held)
             begin = end
         self._pool.keep(np.array(new, np.int32))
+        for kind, _, kept in others:
+            kind.pool.keep(np.array(kept, np.int32))
 
     def _put_known(self, slot: int, chain: BlockChain, num_full: int) -> None:
         """Publishes up to `num_full` complete blocks whose tokens the sequence started with."""
@@ -324,14 +334,20 @@ class PrefixPublisher:
 
     def _put_known_of_kinds(self, slot: int, chain: BlockChain, num_full: int, firsts: Sequence[int]) -> None:
         """The same, with the blocks of each further kind from its place in `firsts` on."""
-        blocks = self._tables.blocks[slot, chain.num_blocks : num_full]
-        for block in blocks.tolist():
+        places = slice(chain.num_blocks, num_full)
+        others: list[tuple[PublishedKind, list[int], list[int]]]  # (kind, its blocks, those it keeps)
+        others = [(kind, kind.tables.blocks[slot, places].tolist(), []) for kind in self.kinds]
+        new: list[int] = []
+        for row, block in enumerate(self._tables.blocks[slot, places].tolist()):
             place = chain.num_blocks
             if self._put(chain, block):
-                self._pool.keep(np.array([block], np.int32))
-            for kind, first in zip(self.kinds, firsts, strict=True):
-                if place >= first:
-                    kind.put(slot, place, chain)
+                new.append(block)
+            for (kind, held, kept), first in zip(others, firsts, strict=True):
+                if place >= first and kind.put(chain, held[row]):
+                    kept.append(held[row])
+        self._pool.keep(np.array(new, np.int32))
+        for kind, _, kept in others:
+            kind.pool.keep(np.array(kept, np.int32))
 
     def _put(self, chain: BlockChain, block: int, tokens: bytes | None = None) -> bool:
         cache = self.cache
@@ -372,6 +388,13 @@ class PrefixPublisher:
             least = np.maximum(num_tokens - 1, 0) // size * size  # as the last token is always computed
             is_expected |= (places < num_tokens // size) & (places >= kind.first_seen(least))
         return ~is_expected
+
+    def is_of_answer(self, slots: Indices, places: Indices) -> Bools:
+        """[B] whether these blocks are behind the prompt, and behind the tokens with which the sequence started."""
+        is_behind: Bools = (
+            places >= np.maximum(self._num_prompt[slots], self._num_begun[slots]) // self._tables.block_size
+        )
+        return is_behind
 
     def _chain(self, slot: int) -> BlockChain:
         chain = self._chains[slot]

@@ -59,6 +59,8 @@ class SlabPool:
 
         A kind borrows rather than evicts its own cached blocks, unless it is the kind with most of them.
         """
+        if all(pool.num_free >= need for pool, need in zip(self.pools, needs, strict=True)):
+            return
         self._reserve_own(needs, hand)
         for kind, pool in enumerate(self.pools):
             while pool.num_free < needs[kind]:
@@ -111,13 +113,18 @@ class SlabPool:
 
         Returns those that it could get now, and how many more once the steps in flight are done.
         """
+        first, left, is_waiting = self.pools[0], len(self.unlent), self.pools[0].num_quarantined > 0
+        for pool, need in zip(self.pools[1:], most[1:], strict=True):
+            left += min((pool.num_own - need) // pool.blocks_per_slab, pool.num_idle if pool.num_cached else 0)
+            is_waiting = is_waiting or pool.num_quarantined > 0
+        if left >= 0 and not is_waiting:  # as in most steps
+            return first.num_own + left * first.blocks_per_slab, 0
         own = [pool.num_own for pool in self.pools]
-        quarantined = [pool.num_quarantined for pool in self.pools]
         idle = [pool.num_idle if pool.num_cached else 0 for pool in self.pools]
         now = self._of_one_more(own, idle, most)
-        if not any(quarantined):
+        if not is_waiting:
             return now, 0
-        later = self._of_one_more([has + more for has, more in zip(own, quarantined, strict=True)], idle, most)
+        later = self._of_one_more([pool.num_own + pool.num_quarantined for pool in self.pools], idle, most)
         return now, max(1, later - now)
 
     def _of_one_more(self, own: Sequence[int], idle: Sequence[int], most: Sequence[int]) -> int:
@@ -157,8 +164,10 @@ class KindPool(BlockPool):
         self._num_free_of = [0] * len(self._run_sizes)
         self._whole.clear()
         self.is_lent = np.zeros(layout.num_slabs, np.bool_)
-        self._num_live = np.zeros(layout.num_slabs, np.int32)  # blocks of each slab in use or quarantined
+        self._num_live = [0] * layout.num_slabs  # blocks of each slab in use or quarantined
+        self.num_idle = 0  # slabs that it has and of which no block is in use or quarantined
         self._is_passed = np.zeros(self.num_blocks, np.bool_)  # [N] see `pass_by`
+        self._has_passed = False  # whether any ever was
         self._slabs = slabs
         self._evicted_by_take: list[Ints] | None = None  # while taking: their slabs are kept until it is done
 
@@ -174,11 +183,6 @@ class KindPool(BlockPool):
         return self.num_own + num_slabs * self.blocks_per_slab
 
     # -- slabs
-
-    @property
-    def num_idle(self) -> int:
-        """Slabs that it has and of which no block is in use or quarantined."""
-        return int(np.count_nonzero(self.is_lent & (self._num_live == 0)))
 
     def num_spare(self, need: int, *, with_quarantined: bool = False) -> int:
         """Slabs that it can give up while it keeps `need` blocks."""
@@ -200,7 +204,7 @@ class KindPool(BlockPool):
 
     def give_up_slab(self, hand: PlanInHand | None) -> None:
         """Evicts the cached blocks of the slab whose loss matters least: few blocks, and long cached."""
-        slabs = (self.is_lent & (self._num_live == 0)).nonzero()[0]
+        slabs = (self.is_lent & (np.array(self._num_live) == 0)).nonzero()[0]
         is_cached = self.state.reshape(-1, self.blocks_per_slab)[slabs] == CACHED
         oldest = int(self._cached_at[next(iter(self._cached))]) if self._cached else self._num_cachings
         ages = self._cached_at.reshape(-1, self.blocks_per_slab)[slabs] - oldest
@@ -236,6 +240,7 @@ class KindPool(BlockPool):
         self.num_free += num_more
         self.num_absent -= num_more
         self.is_lent[slab] = state == FREE
+        self.num_idle += 1 if state == FREE else -1
         self.num_moves += 1
 
     def _runs_of(self, slab: int) -> range:
@@ -251,8 +256,9 @@ class KindPool(BlockPool):
         self._evicted_by_take = evicted
         taken = super().take_behind(last_blocks, counts, total, hand)
         self._evicted_by_take = None
-        self._is_passed[taken] = False
-        np.add.at(self._num_live, taken // self.blocks_per_slab, 1)
+        if self._has_passed:
+            self._is_passed[taken] = False
+        self._count_live(taken, 1)
         for blocks in evicted:
             self._give_back_free(blocks)
         return taken
@@ -261,12 +267,25 @@ class KindPool(BlockPool):
         new = blocks[self.state[blocks] == CACHED]
         super().share(blocks)
         self._is_passed[blocks] = False
-        np.add.at(self._num_live, new // self.blocks_per_slab, 1)
+        self._count_live(new, 1)
+
+    def _count_live(self, blocks: Ints, change: int) -> None:
+        """Counts these blocks as in use, or no more as in use or quarantined."""
+        num_live = self._num_live
+        for slab in (blocks // self.blocks_per_slab).tolist():
+            was = num_live[slab]
+            num_live[slab] = now = was + change
+            if not was:
+                self.num_idle -= 1
+            elif not now:
+                self.num_idle += 1
 
     def _release(self, blocks: Ints) -> None:
-        np.subtract.at(self._num_live, blocks // self.blocks_per_slab, 1)
+        self._count_live(blocks, -1)
         oldest = self._cached_at[next(iter(self._cached))] if self._cached else self._num_cachings
         super()._release(blocks)
+        if not self._has_passed:
+            return
         passed = blocks[self._is_passed[blocks] & self._is_kept[blocks]]
         self._cached_at[passed] = oldest
         for block in passed[::-1].tolist():
@@ -277,7 +296,7 @@ class KindPool(BlockPool):
 
         They may be cached, as a sequence may still start behind them; few do.
         """
-        self._is_passed[blocks[self.num_tables[blocks] == 1]] = True
+        self._is_passed[blocks[self.num_tables[blocks] == 1]] = self._has_passed = True
 
     def is_passed(self, block: int) -> bool:
         return bool(self._is_passed[block])
@@ -302,7 +321,8 @@ class KindPool(BlockPool):
         self.state[lent] = QUARANTINED
         self.num_quarantined, self.num_absent = len(lent), self.num_blocks - len(lent)
         self._quarantine = [(last_step, lent)] if len(lent) else []
-        self._num_live[:] = self.is_lent * self.blocks_per_slab
+        self._num_live = (self.is_lent * self.blocks_per_slab).tolist()
+        self.num_idle = 0
         self._evicted_by_take = None  # the crash may have come while taking
 
     def check(self) -> None:
@@ -310,7 +330,9 @@ class KindPool(BlockPool):
         states = self.state.reshape(-1, self.blocks_per_slab)
         assert ((states != ABSENT) == self.is_lent[:, None]).all(), "blocks of a slab are absent, others are not"
         num_live = np.count_nonzero((states == IN_USE) | (states == QUARANTINED), axis=1)
-        assert (num_live == self._num_live).all(), f"live blocks by slab are {num_live}, counted {self._num_live}"
+        assert num_live.tolist() == self._num_live, f"live blocks by slab are {num_live}, counted {self._num_live}"
+        num_idle = np.count_nonzero(self.is_lent & (num_live == 0))
+        assert num_idle == self.num_idle, f"{num_idle} slabs are idle, counted {self.num_idle}"
         assert (states[self.is_lent] != FREE).any(axis=1).all(), "a slab is lent, and all of its blocks are free"
 
 

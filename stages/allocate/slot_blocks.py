@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...kernels.layout.kv_layout import KVLayout
-from ..messages import NO_INDICES, NO_INTS, STATES, BlockCopy, Direction, Indices, Ints, Started, TableEntries
+from ..messages import NO_INDICES, NO_INTS, STATES, BlockCopy, Bools, Direction, Indices, Ints, Started, TableEntries
 from .block_pool import BlockPool
 from .block_tables import BlockTables, WindowTables
 from .evictions import Evictions, KindEvictions
@@ -329,19 +329,38 @@ class SlotBlocks:
         is voided, its slots are dropped.
         """
         for each in self._windows:
-            tables, pool = each.tables, each.pool
-            assert isinstance(tables, WindowTables)
-            due = tables.due(slots)
-            if len(due):
-                owners, places, blocks = tables.retire(due)
-                if self.publisher is not None:
-                    published = self.publisher.kinds[each.kind - 1]
-                    pool.pass_by(blocks[self.publisher.is_passed(published, owners, places)])
-                if self.publisher is None or len(np.unique(blocks)) == len(blocks):
-                    pool.give_back(blocks, step, self.completed_step)
-                else:  # some slots share blocks
-                    for slot in due.tolist():
-                        pool.give_back(blocks[owners == slot], step, self.completed_step)
+            assert isinstance(each.tables, WindowTables)
+            self.retire_of(each, each.tables.due(slots), step)
+
+    def retire_of(self, each: KindBlocks, due: Indices, step: int) -> None:
+        """The same of one window, and of slots that have passed a block."""
+        tables, pool = each.tables, each.pool
+        assert isinstance(tables, WindowTables)
+        if not len(due):
+            return
+        owners, places, blocks = tables.retire(due)
+        if self.publisher is not None:
+            published = self.publisher.kinds[each.kind - 1]
+            pool.pass_by(blocks[self.publisher.is_passed(published, owners, places)])
+        if self.publisher is None or len(np.unique(blocks)) == len(blocks):
+            pool.give_back(blocks, step, self.completed_step)
+        else:  # some slots share blocks
+            for slot in due.tolist():
+                pool.give_back(blocks[owners == slot], step, self.completed_step)
+
+    def may_reuse(self, slots: Indices, places: Indices) -> Bools:
+        """Whether the blocks at these places of windows, [R], are of no use once passed: those of answers are not."""
+        if self.publisher is None:
+            return np.ones(len(slots), np.bool_)
+        return self.publisher.is_of_answer(slots, places)
+
+    def write_again(self, each: KindBlocks, blocks: Ints) -> None:
+        """The slots of these blocks of a window write other tokens there: sequences find them no more."""
+        if self.publisher is not None:
+            cached = blocks[each.pool.is_kept(blocks)].tolist()
+            self.publisher.forget_blocks_of(each.kind, cached)
+            for block in cached:
+                each.pool.forget(block)
 
     def copy_in(self, hand: PlanInHand) -> None:
         """Collects the copies from the host for the sequences that start in the plan."""

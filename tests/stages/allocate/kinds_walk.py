@@ -217,7 +217,9 @@ class Walk:
             return
         was_steady = self.allocator._steady.made
         grant, report = self.allocator.serve(plan)
-        self.seen["steady"] += bool(was_steady) and self.allocator._steady.made == was_steady
+        if was_steady and self.allocator._steady.made == was_steady:
+            self.seen["steady"] += 1
+            self.seen["written again"] += sum(len(window._reused) for window in was_steady[0].windows)
         self._note(plan, grant, report)
         self.report, self.drafts = report, None if grant is None else grant.drafts
         self.check()

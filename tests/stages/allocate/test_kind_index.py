@@ -36,6 +36,12 @@ def chain_of(cache: PrefixCache, tokens: Sequence[int], sequence_id: int = 0) ->
     return cache.chain(sequence_id, np.array(tokens, np.int32))
 
 
+def put_of_kind(index: KindIndex, number: int, block: int) -> None:
+    """As the publisher does."""
+    if index.put(number, block):
+        index._pool.keep(np.array([block], np.int32))
+
+
 def put(cache: PrefixCache, tokens: Sequence[int], blocks: Sequence[int], *more: Sequence[int | None]) -> BlockChain:
     """Publishes whole blocks of `tokens`; `more` are those of the other kinds, None for one that is not there."""
     chain = chain_of(cache, tokens)
@@ -44,7 +50,7 @@ def put(cache: PrefixCache, tokens: Sequence[int], blocks: Sequence[int], *more:
         for index, own in zip(cache.kinds, more, strict=True):
             if own[place] is not None:
                 assert isinstance(chain.last, int)
-                index.put(chain.last, own[place])
+                put_of_kind(index, chain.last, own[place])
     return chain
 
 
@@ -97,7 +103,7 @@ def test_hits_of_kinds_that_differ_are_cut_to_one_that_all_have():
     cache = cache_of(4, 6)
     put(cache, TOKENS, [10, 11, 12, 13, 14], [20, 21, 22, None, 24], [None, 31, 32, 33, 34])
     assert len(find(cache, TOKENS).shared) == 0
-    cache.kinds[1].put(cache.known_blocks()[0][2], 30)
+    put_of_kind(cache.kinds[1], cache.known_blocks()[0][2], 30)
     match = find(cache, TOKENS)
     assert [each.shared.tolist() for each in match.more] == [[21, 22], [30, 31, 32]]
 
@@ -119,7 +125,7 @@ def test_an_evicted_window_block_leaves_its_entry_and_comes_back_with_the_next_s
     cache.find(again)
     assert not cache.put(again, 40), "kind 0 has the block"
     assert isinstance(again.last, int)
-    cache.kinds[0].put(again.last, 34)
+    put_of_kind(cache.kinds[0], again.last, 34)
     assert find(cache, TOKENS).more[0].shared.tolist() == [23, 34]
     cache.check()
 

@@ -23,13 +23,19 @@ pytestmark = [
 ]
 
 
-def answers(folder: Path, prompts: list[list[int]], **settings: Any) -> tuple[list[list[int]], int]:
-    """Greedy answers of 30 tokens, and how often a sequence was preempted."""
+def answers(
+    folder: Path, prompts: list[list[int]], num_tokens: int, **settings: Any
+) -> tuple[list[list[int]], int, int]:
+    """Greedy answers of `num_tokens`, how often a sequence was preempted, and how often it was swapped for that."""
     with LLM(str(folder), device="cpu", attention_backend="native", enable_prefix_caching=False, **settings) as llm:
-        params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        allocator: Any = llm.engine.pipeline.stages["allocate"].allocator
+        swap_out, swapped = allocator.host.swap_out, []
+        allocator.host.swap_out = lambda *args: swapped.append(swap_out(*args)) or swapped[-1]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         schedule: Any = llm.engine.pipeline.stages["schedule"]
-        return [list(output.outputs[0].token_ids) for output in outputs], schedule.scheduler.num_preemptions
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        return found, schedule.scheduler.num_preemptions, sum(places is not None for places in swapped)
 
 
 def drawn(length: int, seed: int) -> list[int]:
@@ -47,16 +53,24 @@ def test_gemma_holds_five_times_the_tokens_at_32k() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "prompts", "whole", "part", "is_short"),
-    [(16384, [15_000], 1024, 205, False), (4096, [3000, 2800], 512, 100, True)],
+    ("length", "prompts", "num_tokens", "whole", "part", "is_short"),
+    [(16384, [15_000], 30, 1024, 205, False), (4096, [200, 230, 260, 290], 400, 512, 100, True)],
+    ids=["long", "swapped"],
 )
 def test_answers_are_those_of_five_times_the_memory(
-    length: int, prompts: list[int], whole: int, part: int, is_short: bool, monkeypatch: pytest.MonkeyPatch
+    length: int,
+    prompts: list[int],
+    num_tokens: int,
+    whole: int,
+    part: int,
+    is_short: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A long one alone, and two of which one is swapped."""
+    """A long one alone; and four that grow until some are preempted, and swapped out and in again."""
     asked = [drawn(count, seed) for seed, count in enumerate(prompts)]
-    found, num_preempted = answers(MODEL.gguf(), asked, max_model_len=length, num_gpu_blocks=part, swap_space=0.3)
-    assert (num_preempted > 0) == is_short
+    settings: dict[str, Any] = {"max_model_len": length, "swap_space": 0.3}
+    found, num_preempted, num_swapped = answers(MODEL.gguf(), asked, num_tokens, num_gpu_blocks=part, **settings)
+    assert (num_preempted > 0, num_swapped > 0) == (is_short, is_short)
     monkeypatch.setattr(NativeDecoder, "runs_kinds", False)
-    expected, _ = answers(MODEL.gguf(), asked, max_model_len=length, num_gpu_blocks=whole)
-    assert found == expected
+    expected, num_preempted, _ = answers(MODEL.gguf(), asked, num_tokens, num_gpu_blocks=whole, **settings)
+    assert not num_preempted and found == expected

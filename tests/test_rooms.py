@@ -69,6 +69,7 @@ BELOW = {
     "stages/sample": "stages stages/device stages/grammar",
     "stages/recordings": "stages stages/allocate stages/intake stages/routing stages/schedule "
     "stages/schedule/step_timing",
+    "stages/recordings/fleet": "stages/allocate stages/routing stages/recordings",
     "stages/beam_search": "stages stages/detokenize stages/exit stages/tokenize",
     "stages/backends/cuda": "stages stages/device stages/grammar stages/execute stages/sample",
     "stages/backends": "stages stages/device stages/execute stages/sample stages/backends/cuda",

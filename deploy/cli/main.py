@@ -362,6 +362,16 @@ def _add_simulate(commands: Any) -> None:
     simulate.add_argument("--kill", action="append", metavar="ENGINE@SECONDS", help=text)
     text = "seconds until a lost engine takes requests again (default: 30)"
     simulate.add_argument("--restart-s", type=float, metavar="X", default=30.0, help=text)
+    text = "rules for the number of engines, at most --fleet: fixed, queued-work, hpa; several with commas, or all"
+    simulate.add_argument("--autoscale", metavar="LIST", default="fixed", help=text)
+    text = "engines at the beginning, and at least (default: 1)"
+    simulate.add_argument("--least-engines", type=int, metavar="N", default=1, help=text)
+    text = "seconds until an engine that --autoscale adds takes requests (default: 60)"
+    simulate.add_argument("--start-s", type=float, metavar="X", default=60.0, help=text)
+    text = "seconds of work that may wait for each engine (default: 10)"
+    simulate.add_argument("--target-work-s", type=float, metavar="X", default=10.0, help=text)
+    text = "sequences that may run in each engine, for hpa (default: 0.8 of max_num_seqs)"
+    simulate.add_argument("--target-running", type=float, metavar="X", help=text)
     text = "processes that simulate a fleet (default: one for each core, with 4 engines or more in each)"
     simulate.add_argument("--processes", type=int, metavar="N", help=text)
     simulate.add_argument("--max-requests", type=int, metavar="N", help="simulate only the first N requests")

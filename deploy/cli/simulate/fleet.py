@@ -9,14 +9,17 @@ from contextlib import ExitStack
 
 from ....stages.errors import ConfigError
 from ....stages.recordings.cost_model import CostModel
-from ....stages.recordings.engine_group import EngineGroup, EnginesHere
-from ....stages.recordings.fleet_simulation import Death, FleetSimulation
+from ....stages.recordings.fleet.engine_group import EngineGroup, EnginesHere
+from ....stages.recordings.fleet.fleet_simulation import FleetSimulation
+from ....stages.recordings.fleet.presence import Death, Scaling
 from ....stages.recordings.format import RecordedEngine
 from ....stages.recordings.simulated_engine import AdmissionLimits
 from ....stages.recordings.workloads import Workload
 from ....stages.routing.policies import POLICIES
+from ....stages.routing.scaling import MOST_BUSY, SCALING_RULES
 from .group_processes import EnginesInProcess
 
+FIXED = "fixed"  # always all engines
 FEW_ENGINES = 4  # with fewer engines a process, one process is as fast
 
 
@@ -26,19 +29,43 @@ def check_fleet(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not 1 <= value <= 4096:
             raise ConfigError(f"--{name} {value}: must be 1 to 4096")
+    if not 1 <= options.least_engines <= options.fleet:
+        raise ConfigError(f"--least-engines {options.least_engines}: must be 1 to the {options.fleet} of --fleet")
+    for name in ("start_s", "target_work_s", "target_running"):
+        value = getattr(options, name)
+        if value is not None and not (0 < value < float("inf") or (name == "start_s" and value == 0)):
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be a number above 0")
     policies(options.policy)
+    scalings(options.autoscale)
     deaths(options)
 
 
 def policies(text: str) -> Sequence[str]:
     """The rules of a comma-separated list, or all of them. Raises `ConfigError`."""
+    return _of_list("--policy", text, tuple(POLICIES))
+
+
+def scalings(text: str) -> Sequence[str]:
+    """As `policies`, the rules for the number of engines."""
+    return _of_list("--autoscale", text, (FIXED, *SCALING_RULES))
+
+
+def _of_list(option: str, text: str, known: Sequence[str]) -> Sequence[str]:
     if text == "all":
-        return tuple(POLICIES)
+        return known
     names = text.split(",")
     for name in names:
-        if name not in POLICIES:
-            raise ConfigError(f"--policy {text}: {name!r} is no rule; must be of {', '.join(POLICIES)}, or all")
+        if name not in known:
+            raise ConfigError(f"{option} {text}: {name!r} is no rule; must be of {', '.join(known)}, or all")
     return names
+
+
+def scaling_of(options: argparse.Namespace, engine: RecordedEngine, name: str) -> Scaling | None:
+    """The rule of that name; None for always all engines."""
+    if name == FIXED:
+        return None
+    running = options.target_running or MOST_BUSY * engine.max_num_seqs
+    return Scaling(SCALING_RULES[name](options.target_work_s, running), options.least_engines, options.start_s)
 
 
 def deaths(options: argparse.Namespace) -> Sequence[Death]:
@@ -63,8 +90,9 @@ def run_fleet(
     model: CostModel,
     admission: AdmissionLimits,
     policy: str,
+    autoscale: str,
 ) -> dict[str, float | int | None]:
-    """The results of a trace with one rule."""
+    """The results of a trace with one rule of the router and one for the number of engines."""
     size, lost = options.fleet, deaths(options)
     count = options.processes or min(len(os.sched_getaffinity(0)), size // FEW_ENGINES) or 1
     numbers = [range(first, size, count) for first in range(min(count, size))]
@@ -78,4 +106,5 @@ def run_fleet(
             stack.callback(group.close)
             groups.append(group)
         by_engine = {number: group for some, group in zip(numbers, groups, strict=True) for number in some}
-        return FleetSimulation(by_engine, engine, POLICIES[policy](), lost).run(trace).summary()
+        scaling = scaling_of(options, engine, autoscale)
+        return FleetSimulation(by_engine, engine, POLICIES[policy](), lost, scaling).run(trace).summary()

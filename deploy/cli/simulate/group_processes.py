@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ....stages.recordings.cost_model import CostModel
-from ....stages.recordings.engine_group import EngineResult, EnginesHere, IntervalReport, Sent
+from ....stages.recordings.fleet.engine_group import EngineResult, EnginesHere, IntervalReport, Sent
 from ....stages.recordings.format import RecordedEngine
 from ....stages.recordings.simulated_engine import AdmissionLimits
 

@@ -28,7 +28,7 @@ from ....stages.recordings.workloads import Workload, read_trace
 from ....stages.schedule.policy import Policy, make_policy
 from ...config import ServerConfig
 from ...settings.sources import parse
-from .fleet import check_fleet, policies, run_fleet
+from .fleet import FIXED, check_fleet, policies, run_fleet, scalings
 
 UNREADABLE = 3
 FIT = "fit-from-recording"
@@ -51,7 +51,13 @@ COLUMNS = {  # figure -> heading and digits
     "cache_hit_rate": ("cached", 3),
     "device_busy": ("busy", 3),
 }
-FLEET_COLUMNS = {"cached_tokens": ("cached", 0), "imbalance": ("max/mean", 2), "resumed": ("resumed", 0)}
+FLEET_COLUMNS = {
+    "cached_tokens": ("cached", 0),
+    "imbalance": ("max/mean", 2),
+    "engines": ("engines", 0),  # at most, at the same time
+    "engine_hours": ("hours", 2),
+    "resumed": ("resumed", 0),
+}
 PANELS = {  # title -> its curves
     "throughput, tokens/s": {"output": "output_tokens_per_s"},
     "time to first token, ms": {"p50": "ttft_p50_ms", "p99": "ttft_p99_ms"},
@@ -114,9 +120,11 @@ def simulate(options: argparse.Namespace) -> list[SimulationRow]:
         engine, limits, policy = _apply(fitted.engine, {**fixed, **varied})
         if policy is not None:
             raise ConfigError("--fleet: its engines keep the scheduler of the recording; leave out scheduler = ...")
-        for name in policies(options.policy):
-            figures = run_fleet(options, trace, engine, fitted.model, limits, name)
-            rows.append(SimulationRow({**varied, "policy": name}, figures))
+        rules = itertools.product(policies(options.policy), scalings(options.autoscale))
+        for name, autoscale in rules:
+            figures = run_fleet(options, trace, engine, fitted.model, limits, name, autoscale)
+            told = {"policy": name} | ({} if options.autoscale == FIXED else {"autoscale": autoscale})
+            rows.append(SimulationRow({**varied, **told}, figures))
     return rows
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from millrace.deploy.ray.scaling import BUSY, WORK, QueuedWorkPolicy, replicas_wanted
+from millrace.deploy.ray.scaling import BUSY, WORK, QueuedWorkPolicy
+from millrace.stages.routing.scaling import engines_wanted
 
 
 @pytest.mark.parametrize(
@@ -30,14 +31,14 @@ from millrace.deploy.ray.scaling import BUSY, WORK, QueuedWorkPolicy, replicas_w
     ],
 )
 def test_replicas_follow_the_seconds_of_work_that_wait(work_s: Any, busy: Any, num_now: int, wanted: int) -> None:
-    assert replicas_wanted(work_s, busy, 10.0, num_now) == wanted
+    assert engines_wanted(work_s, busy, 10.0, num_now) == wanted
 
 
 def test_an_unchanged_load_never_makes_replicas_come_and_go() -> None:
     for tenths in range(0, 1200, 7):
         work_s, num_now = [tenths / 10], 1
         busy = [min(1.0, tenths / 100)]
-        counts = [num_now := replicas_wanted(work_s, busy, 10.0, num_now) for _ in range(4)]
+        counts = [num_now := engines_wanted(work_s, busy, 10.0, num_now) for _ in range(4)]
         assert len(set(counts)) == 1, (work_s, counts)
 
 

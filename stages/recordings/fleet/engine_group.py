@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from ..allocate.key_changes import KeyDelta
-from ..routing.engine_load import EngineLoad
-from .cost_model import CostModel
-from .format import RecordedEngine
-from .simulated_engine import AdmissionLimits, SimulatedEngine
-from .simulation_result import RequestOutcome, SimulationResult
-from .workloads import WorkloadRequest
+from ...allocate.key_changes import KeyDelta
+from ...routing.engine_load import EngineLoad
+from ..cost_model import CostModel
+from ..format import RecordedEngine
+from ..simulated_engine import AdmissionLimits, SimulatedEngine
+from ..simulation_result import RequestOutcome, SimulationResult
+from ..workloads import WorkloadRequest
 
 Sent = tuple[int, int, WorkloadRequest]  # (engine, the request's number, the request)
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from millrace.stages.recordings.cost_model import CostModel
-from millrace.stages.recordings.engine_group import EnginesHere
-from millrace.stages.recordings.fleet_simulation import Death, FleetResult, FleetSimulation
+from millrace.stages.recordings.fleet.engine_group import EnginesHere
+from millrace.stages.recordings.fleet.fleet_simulation import FleetResult, FleetSimulation
+from millrace.stages.recordings.fleet.presence import Death
 from millrace.stages.recordings.format import RecordedEngine
 from millrace.stages.recordings.simulation import Simulation
 from millrace.stages.recordings.workloads import Workload, WorkloadRequest

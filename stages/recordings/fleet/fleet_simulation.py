@@ -9,27 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
-from ..allocate.prefix_cache import PrefixCache
-from ..routing.policies import ANSWER_TOKENS, DECODE_COST, RoutingPolicy
-from ..routing.router import RoutedRequest, Router
+from ...allocate.prefix_cache import PrefixCache
+from ...routing.policies import ANSWER_TOKENS, DECODE_COST, RoutingPolicy
+from ...routing.router import RoutedRequest, Router
+from ...routing.scaling import EngineWork
+from ..format import RecordedEngine
+from ..simulation_result import RequestOutcome, SimulationResult, merged
+from ..workloads import Workload, WorkloadRequest
 from .engine_group import EngineGroup, EngineReport, EngineResult, Sent
-from .format import RecordedEngine
-from .simulation_result import RequestOutcome, SimulationResult, merged
-from .workloads import Workload, WorkloadRequest
+from .presence import Death, EnginePresence, Scaling
 
 REPORT_S = 0.1  # between two reports of an engine
-
-
-class Death(NamedTuple):
-    """An engine is lost, and starts again empty."""
-
-    at_s: float
-    engine: int
-    restart_s: float = 30.0  # until it takes requests again
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +33,17 @@ class FleetResult:
     engines: Sequence[SimulationResult]
     chosen: Sequence[int]  # the engine to which each request was sent first
     num_resumed: int  # requests sent to another engine, as theirs was lost
+    engine_s: float  # seconds that the engines were there, together
+    most_engines: int  # at the same time
 
     def summary(self) -> dict[str, float | int | None]:
         """The figures of one engine's table, and how even the load was."""
         busy_s = np.array([engine.busy_s for engine in self.engines])
         figures = self.whole.summary()
-        figures["device_busy"] = (figures["device_busy"] or 0.0) / len(self.engines)
+        figures["device_busy"] = self.whole.busy_s / max(self.engine_s, 1e-9)
         return figures | {
-            "engines": len(self.engines),
+            "engines": self.most_engines,
+            "engine_hours": self.engine_s / 3600,
             "cached_tokens": self.whole.num_hits,
             "imbalance": float(busy_s.max() / max(busy_s.mean(), 1e-9)),  # the busiest engine, by the mean
             "resumed": self.num_resumed,
@@ -63,18 +59,17 @@ class FleetSimulation:
         engine: RecordedEngine,
         policy: RoutingPolicy,
         deaths: Sequence[Death] = (),
+        scaling: Scaling | None = None,
     ) -> None:
-        """groups: the group of each engine. engine: what all of them are."""
+        """groups: the group of each engine. engine: what all of them are. scaling: None for always all of them."""
         self._engine = engine
         self._router = Router(policy, engine.block_size)
         self._group_of = groups
         self._groups = list({id(group): group for group in groups.values()}.values())
-        self._numbers = sorted(groups)
+        self._presence = EnginePresence(sorted(groups), deaths, scaling)
         self._keys = PrefixCache(engine.block_size)  # of prompts, as the engines make them
         self._in_flight: dict[int, tuple[int, int]] = {}  # request -> (engine, its work)
         self._chosen: dict[int, int] = {}
-        self._deaths = sorted(deaths)
-        self._away_until_s: dict[int, float] = {}  # by engine
         self._num_resumed = 0
 
     def run(self, trace: Workload) -> FleetResult:
@@ -93,12 +88,13 @@ class FleetSimulation:
                 next_s = min(next_s, report.next_event_s)
                 for engine, told in report.engines:
                     self._note(engine, told)
-            while self._deaths and self._deaths[0].at_s <= until_s:
-                self._lose(self._deaths.pop(0), until_s, requests, sent)
+            self._resume(self._presence.lose(until_s), until_s, requests, sent)
+            self._scale(until_s)
             if sent:
                 next_s = until_s
             if next_s == np.inf:
-                return self._result()
+                return self._result(until_s)
+            next_s = min(next_s, self._presence.next_s)
             until_s += REPORT_S * max(1, int((next_s - until_s) / REPORT_S))  # past intervals in which nothing happens
 
     def _route(self, number: int, request: WorkloadRequest, now_s: float, sent: dict[int, list[Sent]]) -> None:
@@ -106,15 +102,16 @@ class FleetSimulation:
         keys: list[bytes] = []
         if self._engine.enable_prefix_caching and (request.hash_ids or request.token_ids is not None):
             keys = self._keys.keys_of(request.tokens(number), request.cache_salt, adapter=request.adapter)
-        engines = [number for number in self._numbers if self._away_until_s.get(number, now_s) <= now_s]
         routed = RoutedRequest(request.num_prompt, keys)
-        engine = self._router.choose(routed, engines or self._numbers, now_s)  # if all are away, it waits in one
+        engine = self._router.choose(routed, self._presence.taking(now_s), now_s)
         self._router.note_sent(engine, routed, now_s)
         work, view = request.num_prompt + DECODE_COST * ANSWER_TOKENS, self._router.view(engine)
         view.work += work
         view.num_requests += 1
         self._in_flight[number] = engine, work
         self._chosen.setdefault(number, engine)
+        if (ready_s := self._presence.ready_s(engine)) > now_s:
+            request = replace(request, sent_s=ready_s)
         sent.setdefault(id(self._group_of[engine]), []).append((engine, number, request))
 
     def _note(self, engine: int, report: EngineReport) -> None:
@@ -131,21 +128,33 @@ class FleetSimulation:
         view.work -= work
         view.num_requests -= 1
 
-    def _lose(
-        self, death: Death, now_s: float, requests: Sequence[WorkloadRequest], sent: dict[int, list[Sent]]
+    def _resume(
+        self, engines: Sequence[int], now_s: float, requests: Sequence[WorkloadRequest], sent: dict[int, list[Sent]]
     ) -> None:
-        """An engine is lost: its requests go on elsewhere, with what they have of their answers."""
-        engine = death.engine
-        self._away_until_s[engine] = now_s + death.restart_s
-        lost = self._group_of[engine].kill(engine)
+        """These are lost: their requests go on elsewhere, with what they have of their answers."""
+        lost = [one for engine in engines for one in self._group_of[engine].kill(engine)]
         for number, _ in lost:
             self._forget(number)
-        self._router.drop(engine)
+        for engine in engines:
+            self._router.drop(engine)
         for number, num_done in lost:
             self._num_resumed += 1
             self._route(number, replace(requests[number], num_done=num_done, sent_s=now_s), now_s, sent)
 
-    def _result(self) -> FleetResult:
+    def _scale(self, now_s: float) -> None:
+        """Lets engines start and end."""
+        loads = [self._router.view(engine) for engine in self._presence.taking(now_s)]
+        works = [
+            EngineWork(view.load.prompt_s + view.prompt_s_since, view.load.num_rows, view.load.max_rows)
+            for view in loads
+            if view.load is not None
+        ]
+        self._presence.ask(works, now_s)
+        for engine in self._presence.end({engine for engine, _ in self._in_flight.values()}, now_s):
+            self._group_of[engine].kill(engine)  # an empty one is there if it starts again
+            self._router.drop(engine)
+
+    def _result(self, now_s: float) -> FleetResult:
         results = sorted((one for group in self._groups for one in group.results()), key=lambda one: one.engine)
         whole = merged([one.result for one in results])
         whole.outcomes = _joined(results)
@@ -155,6 +164,8 @@ class FleetSimulation:
             [merged(lives) for lives in engines.values()],
             [self._chosen[number] for number in sorted(self._chosen)],
             self._num_resumed,
+            self._presence.engine_s(now_s),
+            self._presence.most,
         )
 
 

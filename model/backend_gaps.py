@@ -21,13 +21,15 @@ def missing(spec: DecoderSpec, backend: Backend) -> list[str]:
             found.update(dict.fromkeys(_of_experts(layer.feed, backend)))
         if backend != "torch":
             found.update(dict.fromkeys(_of_torch_alone(layer)))
+        if backend == "triton":
+            found.update(dict.fromkeys(_of_cpus_alone(layer)))
             if spec.embedding.per_layer is not None:
                 found["inputs of each layer"] = None
         if isinstance(layer.mixer, AttentionSpec):
             found.update(dict.fromkeys(_of_kernels(layer.mixer, backend)))
     if not spec.attentions:
         found["decoders without any attention"] = None
-    if not spec.has_one_shape and backend != "torch":
+    if not spec.has_one_shape and backend == "triton":
         found["layers whose heads have different sizes"] = None
     elif not spec.has_one_shape and len({_sizes(one) for one in spec.attentions if _sees_all(one)}) != 1:
         found["layers whose heads have different sizes, of which not one size sees all keys"] = None
@@ -84,6 +86,11 @@ def _of_torch_alone(layer: LayerSpec) -> Iterator[str]:
         yield "layers without a feed-forward network"
     if isinstance(mixer, AttentionSpec) and mixer.has_output_gate:
         yield "a gate of attention's output"
+
+
+def _of_cpus_alone(layer: LayerSpec) -> Iterator[str]:
+    """What the kernels of torch and the native step compute, and Triton's do not."""
+    mixer = layer.mixer
     if isinstance(mixer, AttentionSpec) and mixer.v_norm is not None:
         yield "a norm of values"
     if isinstance(mixer, AttentionSpec) and mixer.is_k_v:

@@ -61,9 +61,13 @@ class NativeCache:
         cls, shape: NativeShape, num_blocks: int, block_size: int, dtype: CacheDType, *args: Any, **kwargs: Any
     ) -> NativeCache:
         """A cache of one kind: all layers keep all keys. The other arguments are as those of the class."""
-        layers, block_bytes = tuple(range(shape.num_layers)), shape.bytes_per_block(block_size, dtype)
-        kind = KVKind("full", layers, None, shape.num_kv_heads, shape.head_dim, shape.head_dim, block_bytes)
-        return cls(shape, KVLayout.uniform(kind, block_size, num_blocks), dtype, *args, **kwargs)
+        layers, block_bytes = shape.kv_layers, shape.bytes_per_block(block_size, dtype)
+        heads = shape.heads_of(shape.layers[layers[0]])
+        kind = KVKind("full", layers, None, heads.num_kv_heads, heads.head_dim, heads.head_dim, block_bytes)
+        own = {layer: place for place, layer in enumerate(layers)}
+        donors = [index if layer.kv_of is None else layer.kv_of for index, layer in enumerate(shape.layers)]
+        layout = KVLayout.uniform(kind, block_size, num_blocks, [(0, own[donor]) for donor in donors])
+        return cls(shape, layout, dtype, *args, **kwargs)
 
     @property
     def data(self) -> Array:
@@ -71,9 +75,10 @@ class NativeCache:
         return self.data_of[0]
 
     def _view(self, shape: NativeShape, kind: KVKind, num_blocks: int) -> Array:
-        heads = (kind.num_kv_heads, kind.key_dim, kind.value_dim)
-        assert heads == (shape.num_kv_heads, shape.head_dim, shape.head_dim), f"{kind}: the library has one head shape"
-        sizes = (len(kind.layers), 2 * shape.num_kv_heads, num_blocks)
+        heads = {shape.heads_of(shape.layers[layer]) for layer in kind.layers}
+        found = {(one.num_kv_heads, one.head_dim, one.head_dim) for one in heads}
+        assert found == {(kind.num_kv_heads, kind.key_dim, kind.value_dim)}, f"{kind}: its layers have {heads}"
+        sizes = (len(kind.layers), 2 * kind.num_kv_heads, num_blocks)
         used = num_blocks * kind.block_bytes // self.memory.itemsize
         view = self.memory[:, :used].reshape(len(self.memory), *sizes, -1)
         assert np.may_share_memory(view, self.memory), "a copy of the cache is not the cache"
@@ -87,7 +92,7 @@ class NativeCache:
         assert len(layout.kinds) <= library.MAX_KINDS, f"{len(layout.kinds)} kinds: at most {library.MAX_KINDS}"
         kinds = (library.CacheKindStruct * len(layout.kinds))(
             *(
-                library.CacheKindStruct(count, size, kind.window or 0)
+                library.CacheKindStruct(count, size, kind.window or 0, kind.num_kv_heads, kind.key_dim)
                 for count, (kind, size) in zip(layout.num_blocks, _kinds(layout), strict=True)
             )
         )

@@ -70,7 +70,8 @@ def packable(
         if tensors.is_matrix(name, True) and why_not(form, num_columns(shape, name)) is None
     }
     for layer in range(shape.num_layers):
-        are_whole = shape.head_dim * shape.num_heads % _PANEL == shape.head_dim * shape.num_kv_heads % _PANEL == 0
+        heads = shape.heads_of(shape.layers[layer])
+        are_whole = heads.head_dim * heads.num_heads % _PANEL == heads.head_dim * heads.num_kv_heads % _PANEL == 0
         for together in tensors.matrices_of(shape, layer):
             may_differ = are_whole and together[0].endswith("q_proj.weight")
             found = {kept.get(name) for name in together}
@@ -84,6 +85,8 @@ def packable(
 
 def product_of(name: str) -> str:
     """The product that a matrix is in, by the name of one of its matrices: q for q, k and v, and up for gate and up."""
+    if f".{tensors.LAYER_INPUT}" in name:
+        return name
     for part, first in (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("gate_proj", "up_proj")):
         name = name.replace(part, first)
     return name
@@ -95,7 +98,11 @@ def num_columns(shape: NativeShape, name: str) -> int:
         return shape.hidden_size
     layer = shape.layers[tensors.place(name)[0]]
     if name.endswith("o_proj.weight"):
-        return shape.num_heads * shape.head_dim
+        heads = shape.heads_of(layer)
+        return heads.num_heads * heads.head_dim
+    if name.endswith(f"{tensors.LAYER_INPUT}up_proj.weight"):
+        assert shape.layer_inputs is not None
+        return shape.layer_inputs.width
     if not name.endswith("down_proj.weight"):
         return shape.hidden_size
     if tensors.is_of_expert(name):

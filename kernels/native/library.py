@@ -37,15 +37,28 @@ class ExpertsStruct(Structure):
     ]
 
 
+class LayerInputsStruct(Structure):
+    """`LayerInputsShape` of source/weights/shape.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("rows", "width")),
+        *((name, c_float) for name in ("scale", "projection_scale")),
+        ("activation", c_int32),
+        ("norm", NormStruct),
+    ]
+
+
 class LayerStruct(Structure):
     """`LayerShape` of source/weights/shape.h."""
 
     _fields_ = [
+        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
         *((name, c_int64) for name in ("window", "intermediate_size", "temper_length")),
         *((name, c_float) for name in ("temper", "attention_scale", "soft_cap", "residual_scale", "alpha", "limit")),
         *((name, c_int32) for name in ("rope", "activation", "is_gated", "is_parallel")),
+        *((name, c_int32) for name in ("is_reader", "is_k_v", "has_output_scale")),
         *((name, c_int32) for name in ("is_qk_norm_over_row", "is_qk_norm_after_rope", "has_weight_per_head")),
-        *((name, NormStruct) for name in ("pre_mixer", "post_mixer", "pre_feed", "post_feed", "qk_norm")),
+        *((name, NormStruct) for name in ("pre_mixer", "post_mixer", "pre_feed", "post_feed", "qk_norm", "v_norm")),
         ("experts", ExpertsStruct),
     ]
 
@@ -54,12 +67,13 @@ class ShapeStruct(Structure):
     """`Shape` of source/weights/shape.h."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")),
-        *((name, c_int64) for name in ("head_dim", "num_learned_positions", "position_offset")),
+        *((name, c_int64) for name in ("vocab_size", "hidden_size", "num_layers")),
+        *((name, c_int64) for name in ("num_learned_positions", "position_offset")),
         *((name, c_int32) for name in ("dtype", "linears", "head", "cache", "group_size")),
         *((name, c_int32) for name in ("has_head", "is_tied", "has_head_bias")),
         *((name, c_float) for name in ("embedding_scale", "head_scale", "head_soft_cap")),
         *((name, NormStruct) for name in ("embedding_norm", "final_norm")),
+        ("layer_inputs", LayerInputsStruct),
     ]
 
 
@@ -110,7 +124,7 @@ class LoraSliceStruct(Structure):
 class CacheKindStruct(Structure):
     """`CacheKind` of source/step/step.h."""
 
-    _fields_ = [*((name, c_int64) for name in ("num_blocks", "blocks_per_slab", "window"))]
+    _fields_ = [*((name, c_int64) for name in ("num_blocks", "blocks_per_slab", "window", "num_kv_heads", "head_dim"))]
 
 
 class CacheSlabsStruct(Structure):

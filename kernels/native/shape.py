@@ -49,6 +49,39 @@ class NativeQkNorm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NativeHeads:
+    """The heads of a layer's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def block_bytes(self, block_size: int, dtype: CacheDType) -> int:
+        """Memory of one cache block of one layer, keys and values.
+
+        Heads are padded to a multiple of 16 numbers; in int8 each token's head has a scale of two bytes.
+        """
+        padded = -(-self.head_dim // 16) * 16
+        head = padded * np.dtype(CACHE_TYPES[dtype]).itemsize + (2 if dtype == "int8" else 0)
+        return 2 * self.num_kv_heads * block_size * head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeLayerInputs:
+    """What each layer gets of a token besides the residual: x += norm(up(act(gate x) * input)), after its feed.
+
+    The input is (norm(W e) + table[token]) / sqrt(2), for the first residual e; table and W have a part a layer.
+    """
+
+    rows: int  # of the table
+    width: int  # numbers a layer
+    activation: Activation
+    norm: NativeNorm  # of the projected residual, and with another weight of what is added
+    scale: float  # of the table; rounded to the dtype before use
+    projection_scale: float  # of W
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NativeExperts:
     """Experts, and which of them a token goes to: the rule of `kernels/reference/routing.py`.
 
@@ -95,6 +128,10 @@ class NativeLayer:
     """
 
     intermediate_size: int  # of the network that all tokens take; 0: there are experts alone
+    heads: NativeHeads | None = None  # None = those of `NativeShape`
+    kv_of: int | None = None  # layer whose cache is read; this one writes none
+    is_k_v: bool = False  # values are the keys before norm and rotation
+    v_norm: NativeNorm | None = None  # of each head of values; it has no weight
     window: int | None = None  # keys a query sees, itself included; None = all
     rope: int | None = 0  # index into `NativeShape.rotary_dims`; None = not rotated
     attention_scale: float | None = None  # of scores; None = head_dim ** -0.5
@@ -114,6 +151,7 @@ class NativeLayer:
     post_feed: NativeNorm | None = None
     is_parallel: bool = False  # x += mixer(pre_mixer(x)) + feed(pre_feed(x)); a missing pre_feed is pre_mixer
     residual_scale: float = 1.0  # multiplies what is added to the residual
+    has_output_scale: bool = False  # the layer's output is multiplied by a number of the checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +160,7 @@ class NativeShape:
 
     vocab_size: int
     hidden_size: int
-    num_heads: int
+    num_heads: int  # of layers without heads of their own, as the next two
     num_kv_heads: int
     head_dim: int
     layers: tuple[NativeLayer, ...]
@@ -136,26 +174,39 @@ class NativeShape:
     num_learned_positions: int = 0  # rows of the table that is added to the embedding; 0 = there is none
     position_offset: int = 0  # its row of position 0
     embedding_norm: NativeNorm | None = None
+    layer_inputs: NativeLayerInputs | None = None
     final_norm: NativeNorm | None = NativeNorm()
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values, by number."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.kv_of is None)
+
+    def heads_of(self, layer: NativeLayer) -> NativeHeads:
+        """The heads of a layer's attention."""
+        own = NativeHeads(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        return layer.heads or own
+
     def gaps(self) -> list[str]:
         """What the library does not support of these sizes; empty if it runs the decoder."""
+        all_heads = dict.fromkeys(self.heads_of(layer) for layer in self.layers)
         even = [
             ("hidden_size", self.hidden_size),
             *{("intermediate_size", layer.intermediate_size) for layer in self.layers},
             *{("size of experts", layer.experts.intermediate_size) for layer in self.layers if layer.experts},
-            ("num_heads * head_dim", self.num_heads * self.head_dim),
-            ("head_dim", self.head_dim),
+            *{("num_heads * head_dim", heads.num_heads * heads.head_dim) for heads in all_heads},
+            *{("head_dim", heads.head_dim) for heads in all_heads},
+            ("width of a layer's input", self.layer_inputs.width if self.layer_inputs else 0),
         ]
         gaps = [f"{name} = {size}: must be even for the native step" for name, size in even if size % 2]
         for experts in dict.fromkeys(layer.experts for layer in self.layers):
             gaps += experts.gaps() if experts else []
-        if self.head_dim > _MAX_HEAD_DIM:
-            gaps.append(f"head_dim = {self.head_dim}: the native step takes at most {_MAX_HEAD_DIM}")
+        for dim in dict.fromkeys(heads.head_dim for heads in all_heads if heads.head_dim > _MAX_HEAD_DIM):
+            gaps.append(f"head_dim = {dim}: the native step takes at most {_MAX_HEAD_DIM}")
         if not self.head_scale > 0:
             gaps.append(f"scale of logits = {self.head_scale:g}: must be above 0 for the native step")
         return gaps
@@ -166,10 +217,6 @@ class NativeShape:
             raise UnsupportedModelError("; ".join(gaps))
 
     def bytes_per_block(self, block_size: int, dtype: CacheDType) -> int:
-        """Memory of one cache block: all layers, keys and values.
-
-        Heads are padded to a multiple of 16 numbers; in int8 each token's head has a scale of two bytes.
-        """
-        padded = -(-self.head_dim // 16) * 16
-        head = padded * np.dtype(CACHE_TYPES[dtype]).itemsize + (2 if dtype == "int8" else 0)
-        return 2 * self.num_layers * self.num_kv_heads * block_size * head
+        """Memory of one cache block: all layers that have one, keys and values."""
+        layers = [self.layers[index] for index in self.kv_layers]
+        return sum(self.heads_of(layer).block_bytes(block_size, dtype) for layer in layers)

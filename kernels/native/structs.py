@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import ctypes
 
-from .library import ExpertsStruct, LayerStruct, NormStruct, ShapeStruct
-from .shape import Activation, NativeExperts, NativeLayer, NativeNorm, NativeShape, NormKind
+from .library import ExpertsStruct, LayerInputsStruct, LayerStruct, NormStruct, ShapeStruct
+from .shape import (
+    Activation,
+    NativeExperts,
+    NativeHeads,
+    NativeLayer,
+    NativeLayerInputs,
+    NativeNorm,
+    NativeShape,
+    NormKind,
+)
 
 # `NormKind` and `ActivationKind` of source/weights/shape.h
 _NORM_KINDS: dict[NormKind, int] = {"rms": 1, "layer": 2}
@@ -18,9 +27,6 @@ def of_shape(shape: NativeShape) -> ShapeStruct:
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
         num_learned_positions=shape.num_learned_positions,
         position_offset=shape.position_offset,
         has_head=shape.has_head,
@@ -30,21 +36,25 @@ def of_shape(shape: NativeShape) -> ShapeStruct:
         head_scale=shape.head_scale,
         head_soft_cap=shape.head_soft_cap or 0.0,
         embedding_norm=_norm(shape.embedding_norm),
+        layer_inputs=_layer_inputs(shape.layer_inputs),
         final_norm=_norm(shape.final_norm),
     )
 
 
 def of_layers(shape: NativeShape) -> ctypes.Array[LayerStruct]:
     """The layers, in order."""
-    return (LayerStruct * shape.num_layers)(*(_layer(layer, shape.head_dim) for layer in shape.layers))
+    return (LayerStruct * shape.num_layers)(*(_layer(layer, shape.heads_of(layer)) for layer in shape.layers))
 
 
-def _layer(layer: NativeLayer, head_dim: int) -> LayerStruct:
+def _layer(layer: NativeLayer, heads: NativeHeads) -> LayerStruct:
     temper, temper_length = layer.query_temper or (0.0, 0)
     qk_norm = layer.qk_norm
     # 0: the library computes the usual scale, in float32
-    scale = 0.0 if layer.attention_scale in (None, head_dim**-0.5) else layer.attention_scale
+    scale = 0.0 if layer.attention_scale in (None, heads.head_dim**-0.5) else layer.attention_scale
     return LayerStruct(
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         window=layer.window or 0,
         intermediate_size=layer.intermediate_size,
         temper_length=temper_length,
@@ -58,6 +68,9 @@ def _layer(layer: NativeLayer, head_dim: int) -> LayerStruct:
         activation=_ACTIVATIONS.index(layer.activation),
         is_gated=layer.is_gated,
         is_parallel=layer.is_parallel,
+        is_reader=layer.kv_of is not None,
+        is_k_v=layer.is_k_v,
+        has_output_scale=layer.has_output_scale,
         is_qk_norm_over_row=qk_norm is not None and qk_norm.is_over_row,
         is_qk_norm_after_rope=qk_norm is not None and qk_norm.is_after_rope,
         has_weight_per_head=qk_norm is not None and qk_norm.has_weight_per_head,
@@ -66,6 +79,7 @@ def _layer(layer: NativeLayer, head_dim: int) -> LayerStruct:
         pre_feed=_norm(layer.pre_feed),
         post_feed=_norm(layer.post_feed),
         qk_norm=_norm(None if qk_norm is None else qk_norm.norm),
+        v_norm=_norm(layer.v_norm),
         experts=of_experts(layer.experts),
     )
 
@@ -93,6 +107,20 @@ def of_experts(experts: NativeExperts | None) -> ExpertsStruct:
         sums_two_of_group=experts.group_score == "top2",
         scales_input=experts.scales_input,
         has_shared_gate=experts.has_shared_gate,
+    )
+
+
+def _layer_inputs(inputs: NativeLayerInputs | None) -> LayerInputsStruct:
+    """Zeros where there are none."""
+    if inputs is None:
+        return LayerInputsStruct()
+    return LayerInputsStruct(
+        rows=inputs.rows,
+        width=inputs.width,
+        scale=inputs.scale,
+        projection_scale=inputs.projection_scale,
+        activation=_ACTIVATIONS.index(inputs.activation),
+        norm=_norm(inputs.norm),
     )
 
 

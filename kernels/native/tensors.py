@@ -40,6 +40,10 @@ LAYER_KINDS = {
     "mlp.gate.bias": 37,
     "mlp.gate.e_score_correction_bias": 38,
     "mlp.shared_expert_gate.weight": 39,
+    "output_scale": 63,
+    "per_layer.gate_proj.weight": 64,
+    "per_layer.up_proj.weight": 65,
+    "per_layer.norm.weight": 66,
     "mlp.shared_experts.gate_proj.weight": 11,  # the network that all tokens take, under another name
     "mlp.shared_experts.up_proj.weight": 12,
     "mlp.shared_experts.down_proj.weight": 13,
@@ -57,6 +61,7 @@ EXPERT_KINDS = {
     "down_proj.bias": 45,
 }
 _EXPERTS = "mlp.experts."
+LAYER_INPUT = "per_layer."  # begins the names of a layer's tensors for its own input
 MODEL_KINDS = {
     "model.embed_tokens.weight": 0,
     "lm_head.weight": 1,
@@ -66,6 +71,9 @@ MODEL_KINDS = {
     "model.embed_layernorm.bias": 33,
     "model.norm.bias": 34,
     "lm_head.bias": 35,
+    "model.per_layer.embed_tokens.weight": 60,
+    "model.per_layer.projection.weight": 61,
+    "model.per_layer.norm.weight": 62,
 }
 
 
@@ -94,13 +102,16 @@ def matrices_of(shape: NativeShape, index: int) -> Iterator[tuple[str, ...]]:
         yield tuple(f"{prefix}{name}.{part}_proj.weight" for part in parts)
         yield (f"{prefix}{name}.down_proj.weight",)
 
-    yield tuple(f"{prefix}self_attn.{part}_proj.weight" for part in "qkv")
+    parts = "q" if layer.kv_of is not None else "qk" if layer.is_k_v else "qkv"
+    yield tuple(f"{prefix}self_attn.{part}_proj.weight" for part in parts)
     yield (f"{prefix}self_attn.o_proj.weight",)
     if layer.intermediate_size:
         yield from network("mlp.shared_experts" if layer.is_shared else "mlp", layer.is_gated)
     if layer.experts is not None:
         for expert in range(layer.experts.num_experts):
             yield from network(f"{_EXPERTS}{expert}", layer.experts.is_gated)
+    if shape.layer_inputs is not None:
+        yield from ((f"{prefix}{LAYER_INPUT}{part}_proj.weight",) for part in ("gate", "up"))
 
 
 def is_of_model(name: str) -> bool:

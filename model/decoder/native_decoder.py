@@ -10,11 +10,21 @@ from numpy.typing import NDArray
 from ...kernels.native.cache import NativeCache
 from ...kernels.native.lora import NativeLoraSlice, PackedAdapter
 from ...kernels.native.model import NativeModel
-from ...kernels.native.shape import NativeExperts, NativeLayer, NativeNorm, NativeQkNorm, NativeShape
+from ...kernels.native.shape import (
+    CacheDType,
+    NativeExperts,
+    NativeHeads,
+    NativeLayer,
+    NativeLayerInputs,
+    NativeNorm,
+    NativeQkNorm,
+    NativeShape,
+)
+from ..kv_kinds import BlockBytes, CachedMixer
 from ..lora.adapter import Adapter
 from ..lora.prepared import PreparedAdapter
 from ..lora.tensor_file import Pauses
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, NormSpec, QkNorm
+from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, NormSpec, PerLayerInputs, QkNorm
 from .step_inputs import StepInputs
 
 Floats = NDArray[np.float32]
@@ -43,6 +53,7 @@ def native_shape(spec: DecoderSpec) -> NativeShape:
         num_learned_positions=embedding.positions.rows if embedding.positions else 0,
         position_offset=embedding.positions.offset if embedding.positions else 0,
         embedding_norm=_norm(embedding.norm),
+        layer_inputs=_layer_inputs(embedding.per_layer),
         final_norm=_norm(spec.final_norm),
     )
 
@@ -55,6 +66,10 @@ def _layer(layer: LayerSpec) -> NativeLayer:
         feed = feed.shared or feed.dense_beside or FeedSpec(intermediate_size=0)
     return NativeLayer(
         intermediate_size=feed.intermediate_size,
+        heads=heads_of(attention),
+        kv_of=attention.kv_of,
+        is_k_v=attention.is_k_v,
+        v_norm=_norm(attention.v_norm),
         window=attention.window,
         rope=attention.rope,
         attention_scale=attention.scale,
@@ -72,6 +87,37 @@ def _layer(layer: LayerSpec) -> NativeLayer:
         post_feed=_norm(layer.post_feed),
         is_parallel=layer.is_parallel,
         residual_scale=layer.residual_scale,
+        has_output_scale=layer.has_output_scale,
+    )
+
+
+def block_bytes(block_size: int, dtype: CacheDType) -> BlockBytes:
+    """Bytes of a block of a layer, as the library keeps it."""
+
+    def of_layer(mixer: CachedMixer) -> int:
+        assert isinstance(mixer, AttentionSpec), "missing() refuses others"
+        return heads_of(mixer).block_bytes(block_size, dtype)
+
+    return of_layer
+
+
+def heads_of(attention: AttentionSpec) -> NativeHeads:
+    """The heads as the library takes them."""
+    sizes = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    return NativeHeads(num_heads=sizes[0], num_kv_heads=sizes[1], head_dim=sizes[2])
+
+
+def _layer_inputs(inputs: PerLayerInputs | None) -> NativeLayerInputs | None:
+    norm = None if inputs is None else _norm(inputs.norm)
+    if inputs is None or norm is None:
+        return None
+    return NativeLayerInputs(
+        rows=inputs.rows,
+        width=inputs.width,
+        activation=inputs.activation,
+        norm=norm,
+        scale=inputs.scale,
+        projection_scale=inputs.projection_scale,
     )
 
 

@@ -13,7 +13,7 @@ from ...kernels.layout.sampling_rows import WIDTH
 from ...kernels.layout.state_layout import StateLayout
 from ...kernels.layout.step_state import STATE_WIDTH
 from ...model.decoder.rope import tables_bytes
-from ...model.kv_kinds import CachedMixer, kv_layout
+from ...model.kv_kinds import BlockBytes, CachedMixer, kv_layout
 from ...model.spec import AttentionSpec, DecoderSpec, LayerSpec
 from ..config import EngineConfig
 from ..errors import ConfigError
@@ -48,14 +48,15 @@ def sizing_on_cpu(
     host_blocks: int = 0,
     adapters: int = 0,
     runs_kinds: bool = False,
+    of_layer: BlockBytes | None = None,
     states: StateLayout | None = None,
 ) -> CacheSizing:
     """The `CacheSizing` of a model on a CPU.
 
-    `weights`, `bytes_per_block` and `adapters`, the slots of LoRA adapters, are in bytes; `states` are of recurrent
-    layers. Called when `weights` and tables for `num_positions` positions are in memory, and the cache is not yet.
-    `activations(length)` is the need in bytes of the largest step with sequences of up to that length.
-    `runs_kinds`: of the decoder.
+    `weights`, `bytes_per_block` and `adapters`, the slots of LoRA adapters, are in bytes; `of_layer` is as in
+    `layouts`; `states` are of recurrent layers. Called when `weights` and tables for `num_positions` positions are
+    in memory, and the cache is not yet. `activations(length)` is the need in bytes of the largest step with
+    sequences of up to that length. `runs_kinds`: of the decoder.
     """
     loaded = weights + tables_bytes(shape, num_positions)
     free = free_host_share(config)
@@ -88,17 +89,25 @@ def sizing_on_cpu(
         needs_of=needs_of,
         bytes_per_block=bytes_per_block,
         host_blocks=host_blocks,
-        layout_of=layouts(config, shape, bytes_per_block, runs_kinds=runs_kinds),
+        layout_of=layouts(config, shape, bytes_per_block, runs_kinds=runs_kinds, of_layer=of_layer),
     )
 
 
 def layouts(
-    config: EngineConfig, shape: DecoderSpec, bytes_per_block: int, *, runs_kinds: bool
+    config: EngineConfig,
+    shape: DecoderSpec,
+    bytes_per_block: int,
+    *,
+    runs_kinds: bool,
+    of_layer: BlockBytes | None = None,
 ) -> Callable[[int, int], KVLayout | None]:
-    """`CacheSizing.layout_of` for a decoder."""
+    """`CacheSizing.layout_of` for a decoder.
+
+    `of_layer`: bytes of one layer's block; None = its share of `bytes_per_block` by the numbers that it keeps.
+    """
     has_kinds = runs_kinds and any(attention.window or attention.chunk for attention in shape.attentions)
 
-    def of_layer(mixer: CachedMixer) -> int:
+    def share_of(mixer: CachedMixer) -> int:
         if shape.has_one_shape:
             return bytes_per_block // len(shape.kv_layers)
         assert isinstance(mixer, AttentionSpec)
@@ -107,7 +116,7 @@ def layouts(
     def layout_of(num_bytes: int, max_model_len: int) -> KVLayout | None:
         if not has_kinds:
             return None
-        layout = kv_layout(shape, config.block_size, num_bytes, of_layer, max_model_len=max_model_len)
+        layout = kv_layout(shape, config.block_size, num_bytes, of_layer or share_of, max_model_len=max_model_len)
         # with windows alone no prefix could be found, as that is by the blocks of a kind that keeps all
         return layout if layout.kinds[0].window is None and len(layout.kinds) > 1 else None
 

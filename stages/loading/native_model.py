@@ -17,7 +17,7 @@ from ...kernels.native.shape import CacheDType, DType
 from ...kernels.native.thread_throttle import ThreadThrottle
 from ...model.checkpoint.counted_tensors import CountedTensors
 from ...model.checkpoint.tensor_shapes import TensorSource, expected_shapes
-from ...model.decoder.native_decoder import NativeDecoder, native_shape
+from ...model.decoder.native_decoder import NativeDecoder, block_bytes, native_shape
 from ...model.decoder.rope import rope_tables
 from ...model.errors import CheckpointError
 from ...model.gguf.siblings import local_siblings
@@ -191,7 +191,16 @@ def _check_fit(
         weights=weights,
         packing=max(copied(name, math.prod(sizes)) for name, sizes in expected_shapes(shape).items()),
         cache=least_cache_bytes(
-            config, by_block, max_model_len, layouts(config, shape, by_block, runs_kinds=NativeDecoder.runs_kinds)
+            config,
+            by_block,
+            max_model_len,
+            layouts(
+                config,
+                shape,
+                by_block,
+                runs_kinds=NativeDecoder.runs_kinds,
+                of_layer=block_bytes(config.block_size, model.cache_dtype),
+            ),
         ),
         free=free_host_share(config),
         total=total_host_bytes(),

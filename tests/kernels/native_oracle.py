@@ -79,12 +79,10 @@ class Checkpoint:
         seed: int = 0,
         **sizes: Any,
     ) -> Checkpoint:
-        """`sizes` as in `small_shape`."""
-        shape = small_shape(**sizes)
+        """`sizes` as in `small_shape`, or a shape."""
+        shape = sizes.pop("shape", None) or small_shape(**sizes)
         draw = np.random.default_rng(seed)
         hidden = shape.hidden_size
-        heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        rows = {"q": (heads, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, heads)}
         tensors: dict[str, Array] = {}
 
         def put(name: str, *sizes: int, mean: float = 0.0, scale: float = 0.1) -> None:
@@ -105,11 +103,21 @@ class Checkpoint:
             put("model.embed_positions.weight", shape.num_learned_positions, hidden)
         put_norm("model.norm", shape.final_norm, hidden)
         put_norm("model.embed_layernorm", shape.embedding_norm, hidden)
+        if (inputs := shape.layer_inputs) is not None:
+            size = shape.num_layers * inputs.width
+            put("model.per_layer.embed_tokens.weight", inputs.rows, size, scale=1.0)
+            put("model.per_layer.projection.weight", size, hidden)
+            put_norm("model.per_layer.norm", inputs.norm, inputs.width)
         for index, layer in enumerate(shape.layers):
             prefix = f"model.layers.{index}"
             for name, norm in norms_of(layer).items():
                 put_norm(f"{prefix}.{name}", norm, hidden)
+            heads = shape.heads_of(layer)
+            all_heads, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+            rows = {"q": (all_heads, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, all_heads)}
             for name, size in rows.items():
+                if (name == "v" and layer.is_k_v) or (name in "kv" and layer.kv_of is not None):
+                    continue
                 put(f"{prefix}.self_attn.{name}_proj.weight", *size)
                 if has_bias:
                     put(f"{prefix}.self_attn.{name}_proj.bias", size[0])
@@ -135,9 +143,17 @@ class Checkpoint:
             if layer.activation == "xielu":
                 put(f"{prefix}.mlp.act_alpha", 2, mean=0.8)
             if has_sinks:
-                put(f"{prefix}.self_attn.sinks", shape.num_heads, scale=2.0)
+                put(f"{prefix}.self_attn.sinks", heads.num_heads, scale=2.0)
+            if layer.has_output_scale:
+                put(f"{prefix}.output_scale", 1, mean=0.8)
+            if inputs is not None:
+                put(f"{prefix}.per_layer.gate_proj.weight", inputs.width, hidden)
+                put(f"{prefix}.per_layer.up_proj.weight", hidden, inputs.width)
+                put_norm(f"{prefix}.per_layer.norm", inputs.norm, hidden)
             if (qk := layer.qk_norm) is not None:
-                dims = {"q": (shape.num_heads, shape.head_dim), "k": (shape.num_kv_heads, shape.head_dim)}
+                dims = {"q": (heads.num_heads, heads.head_dim)}
+                if layer.kv_of is None:
+                    dims["k"] = (heads.num_kv_heads, heads.head_dim)
                 for name, (count, dim) in dims.items():
                     size = (count, dim) if qk.has_weight_per_head else (count * dim,) if qk.is_over_row else (dim,)
                     put_norm(f"{prefix}.self_attn.{name}_norm", qk.norm, *size)
@@ -172,13 +188,15 @@ class Checkpoint:
         if shape.num_learned_positions:
             residual += self._get("model.embed_positions.weight")[shape.position_offset :][: len(token_ids)]
         residual = self._norm(residual, shape.embedding_norm, "model.embed_layernorm")
+        inputs = self._layer_inputs(token_ids, residual)
+        kept: dict[int, tuple[Array, Array]] = {}
         for index, layer in enumerate(shape.layers):
             prefix, norms = f"model.layers.{index}", norms_of(layer)
 
             def normed(x: Array, name: str, prefix: str = prefix, norms: Any = norms) -> Array:
                 return self._norm(x, norms[name], f"{prefix}.{name}")
 
-            mixed = self._attention(index, normed(residual, "input_layernorm"))
+            mixed = self._attention(index, normed(residual, "input_layernorm"), kept)
             mixed = normed(self._linear(mixed, f"{prefix}.self_attn.o_proj"), "post_mixer_layernorm")
             after = residual + layer.residual_scale * mixed
             before_feed = residual if layer.is_parallel else after
@@ -186,11 +204,28 @@ class Checkpoint:
             x = normed(before_feed, "input_layernorm" if is_shared else "post_attention_layernorm")
             fed = normed(self._feed(index, x), "post_feed_layernorm")
             residual = after + layer.residual_scale * fed
+            if shape.layer_inputs is not None:
+                gate = self._linear(residual, f"{prefix}.per_layer.gate_proj")
+                inner = ACTIVATIONS[shape.layer_inputs.activation](gate) * inputs[:, index]
+                added = self._linear(inner, f"{prefix}.per_layer.up_proj")
+                residual = residual + self._norm(added, shape.layer_inputs.norm, f"{prefix}.per_layer.norm")
+            if layer.has_output_scale:
+                residual = residual * self._get(f"{prefix}.output_scale")
         x = self._norm(residual, shape.final_norm, "model.norm")
         logits = x @ self._get("model.embed_tokens.weight" if shape.is_tied else "lm_head.weight").T
         if shape.has_head_bias:
             logits += self._get("lm_head.bias")
         return _capped(shape.head_scale * logits, shape.head_soft_cap)
+
+    def _layer_inputs(self, token_ids: list[int], residual: Array) -> Array:
+        """[T, layers, width]; without numbers if layers have no inputs."""
+        shape, inputs = self.shape, self.shape.layer_inputs
+        if inputs is None:
+            return np.empty((len(token_ids), shape.num_layers, 0))
+        projected = self._linear(residual, "model.per_layer.projection") * inputs.projection_scale
+        projected = projected.reshape(len(token_ids), shape.num_layers, -1)
+        table = self._get("model.per_layer.embed_tokens.weight")[token_ids].reshape(projected.shape)
+        return (self._norm(projected, inputs.norm, "model.per_layer.norm") + table * inputs.scale) / math.sqrt(2)
 
     def _feed(self, index: int, x: Array) -> Array:
         layer, prefix = self.shape.layers[index], f"model.layers.{index}"
@@ -221,12 +256,18 @@ class Checkpoint:
         inner = ACTIVATIONS[layer.activation](gate, *(() if alphas is None else alphas.astype(np.float64)))
         return self._linear(inner * up if layer.is_gated else inner, f"{name}.down_proj")
 
-    def _attention(self, index: int, x: Array) -> Array:
+    def _attention(self, index: int, x: Array, kept: dict[int, tuple[Array, Array]]) -> Array:
+        """`kept`: keys and values of the layers before, to which those of this layer are added."""
         shape, layer, prefix = self.shape, self.shape.layers[index], f"model.layers.{index}.self_attn"
-        count = len(x)
-        q, k, v = (
-            self._linear(x, f"{prefix}.{name}_proj").reshape(count, -1, shape.head_dim) for name in ("q", "k", "v")
-        )  # [T, heads, D]
+        count, heads = len(x), shape.heads_of(layer)
+
+        def projected(name: str) -> Array:
+            return self._linear(x, f"{prefix}.{name}_proj").reshape(count, -1, heads.head_dim)  # [T, heads, D]
+
+        q = projected("q")
+        k = projected("k") if layer.kv_of is None else np.zeros((count, heads.num_kv_heads, heads.head_dim))
+        v = projected("v") if layer.kv_of is None and not layer.is_k_v else k
+        v = self._norm(v, layer.v_norm, "")
 
         def normed(x: Array, name: str) -> Array:
             qk = layer.qk_norm
@@ -235,7 +276,7 @@ class Checkpoint:
 
         is_after = layer.qk_norm is not None and layer.qk_norm.is_after_rope
         if not is_after:
-            q, k = normed(q, "q_norm"), normed(k, "k_norm")
+            q, k = normed(q, "q_norm"), k if layer.kv_of is not None else normed(k, "k_norm")
         if layer.rope is not None:
             q, k = self._rotate(q, layer.rope), self._rotate(k, layer.rope)
         if is_after:
@@ -246,8 +287,9 @@ class Checkpoint:
         q, k, v = (part.transpose(1, 0, 2) for part in (q, k, v))  # [heads, T, D]
         if self.has_int8_cache:
             k, v = in_int8(k), in_int8(v)
-        k, v = (np.repeat(part, shape.num_heads // shape.num_kv_heads, axis=0) for part in (k, v))
-        scores = q @ k.transpose(0, 2, 1) * (layer.attention_scale or shape.head_dim**-0.5)
+        k, v = kept[index] = (k, v) if layer.kv_of is None else kept[layer.kv_of]
+        k, v = (np.repeat(part, heads.num_heads // heads.num_kv_heads, axis=0) for part in (k, v))
+        scores = q @ k.transpose(0, 2, 1) * (layer.attention_scale or heads.head_dim**-0.5)
         age = np.arange(count)[:, None] - np.arange(count)
         is_seen = (age >= 0) & (age < (layer.window or count))
         weights = np.exp(np.where(is_seen, _capped(scores, layer.soft_cap), -np.inf))

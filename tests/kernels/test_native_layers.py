@@ -12,13 +12,14 @@ import pytest
 from millrace.kernels.native import build
 from millrace.kernels.native.errors import UnsupportedModelError
 from millrace.kernels.native.model import NativeModel
-from millrace.kernels.native.shape import DType, NativeNorm, NativeQkNorm
+from millrace.kernels.native.shape import DType, NativeLayerInputs, NativeNorm, NativeQkNorm
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, SETS, error, tokens
 from tests.kernels.native_oracle import Array, Checkpoint, Run, round_to_bfloat16, small_shape
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 
 RMS, LAYER = NativeNorm(eps=1e-5), NativeNorm(kind="layer", eps=1e-3)
+INPUTS = NativeLayerInputs(rows=130, width=20, activation="gelu_tanh", norm=RMS, scale=4.5, projection_scale=0.2)
 NO_NORMS: dict[str, Any] = {"pre_mixer": None, "pre_feed": None}
 PIECES: dict[str, dict[str, Any]] = {
     "gelu": {"layer": {"activation": "gelu"}},
@@ -70,6 +71,15 @@ PIECES: dict[str, dict[str, Any]] = {
     "a scaled, untied embedding": {"embedding_scale": 0.5, "is_tied": False},
     "a capped head with a bias": {"head_scale": 0.5, "head_soft_cap": 3.0, "has_head_bias": True},
     "a scaled head": {"head_scale": 0.125, "is_tied": False},
+    "keys that are values": {"layer": {"is_k_v": True, "v_norm": RMS}, "has_qk_norm": True, "last": {"is_k_v": False}},
+    "a layer that reads another's cache": {
+        "num_layers": 3,
+        "sliding_windows": (40, None, 40),
+        "has_qk_norm": True,
+        "last": {"kv_of": 0},
+    },
+    "scaled outputs": {"layer": {"has_output_scale": True}},
+    "inputs of each layer": {"layer_inputs": INPUTS, "layer": {"has_output_scale": True}},
 }
 
 
@@ -129,7 +139,8 @@ def test_rows_without_requested_logits_leave_those_that_are_requested_as_they_ar
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantized_weights_take_all_pieces(quantization: Any) -> None:
     largest = {"int8": 1e-5, "int4": 3e-4}[quantization]  # rows of 16 bits are multiplied with int4
-    for name in ("xielu, not gated", "parallel, one norm", "a capped head with a bias", "learned positions"):
+    names = ("xielu, not gated", "parallel, one norm", "a capped head with a bias", "learned positions")
+    for name in (*names, "keys that are values", "inputs of each layer"):
         model = checkpoint(name).load(quantization=quantization, num_threads=1)
         kept = checkpoint(name).kept_by(model)
         assert error(Run(model).whole(tokens(40)), kept.logits(tokens(40))) < largest, name

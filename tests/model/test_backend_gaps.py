@@ -94,12 +94,6 @@ def test_what_the_native_step_lacks_of_attention_is_named(spec: DecoderSpec, gap
         (changed(mixer=None), "layers without attention"),
         (changed(feed=None), "layers without a feed-forward network"),
         (attending(has_output_gate=True), "a gate of attention's output"),
-        (attending(kv_of=0), "keys and values shared between layers"),
-        (attending(is_k_v=True), "keys that are values"),
-        (attending(v_norm=NormSpec(weight="none")), "a norm of values"),
-        (attending(head_dim=32, window=8), "layers whose heads have different sizes"),
-        (changed(has_output_scale=True), "a scale of the layer's output"),
-        (replace(LLAMA, embedding=EmbeddingSpec(per_layer=INPUTS)), "inputs of each layer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -111,6 +105,12 @@ def test_what_only_torch_has_is_named_for_the_others(spec: DecoderSpec, gap: str
 @pytest.mark.parametrize(
     ("spec", "gap"),
     [
+        (attending(kv_of=0), "keys and values shared between layers"),
+        (attending(is_k_v=True), "keys that are values"),
+        (attending(v_norm=NormSpec(weight="none")), "a norm of values"),
+        (attending(head_dim=32, window=8), "layers whose heads have different sizes"),
+        (changed(has_output_scale=True), "a scale of the layer's output"),
+        (replace(LLAMA, embedding=EmbeddingSpec(per_layer=INPUTS)), "inputs of each layer"),
         (
             attending(qk_norm=QkNorm(norm=NormSpec(), over="row", when="after_rope")),
             "norms over rows of heads after the rotation",
@@ -120,7 +120,7 @@ def test_what_only_torch_has_is_named_for_the_others(spec: DecoderSpec, gap: str
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_triton_lacks_is_named(spec: DecoderSpec, gap: str) -> None:
-    assert missing(spec, "torch") == []
+    assert missing(spec, "torch") == missing(spec, "native") == []
     assert missing(spec, "triton") == [gap]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ....kernels.native.cache import NativeCache
 from ....kernels.native.model import NativeModel
-from ....model.decoder.native_decoder import NativeDecoder, NativeLoraTable
+from ....model.decoder.native_decoder import NativeDecoder, NativeLoraTable, block_bytes
 from ....model.decoder.rope import GrowingTables, short_length
 from ....model.families.names import EMBEDDING
 from ....model.spec import DecoderSpec
@@ -72,6 +72,7 @@ def load_natively(
             bytes_per_block=bytes_per_block,
             host_blocks=host_blocks,
             runs_kinds=NativeDecoder.runs_kinds,
+            of_layer=block_bytes(config.block_size, cache_dtype),
         )
         memory = sizing.plan(max_model_len)
         num_short = short_length(shape.ropes, memory.max_model_len)

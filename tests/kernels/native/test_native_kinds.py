@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ from millrace.kernels.layout.kv_layout import KVKind, KVLayout
 from millrace.kernels.native import build
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.model import NativeModel
-from millrace.kernels.native.shape import CacheDType, NativeShape
+from millrace.kernels.native.shape import CacheDType, NativeHeads, NativeNorm, NativeShape
 from millrace.kernels.native.slot_step import SlotStep
-from tests.kernels.native.test_native import AVAILABLE, tokens
+from tests.kernels.native.test_native import AVAILABLE, error, tokens
 from tests.kernels.native_oracle import Array, Checkpoint, Run
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
@@ -24,15 +25,15 @@ GONE = -1  # in tables: a block that is not there
 
 
 def layout_of(shape: NativeShape, block_size: int, num_bytes: int, dtype: CacheDType) -> KVLayout:
-    """Of all layers of one window one kind, the full one first."""
-    of_layer = shape.bytes_per_block(block_size, dtype) // shape.num_layers
+    """Of all layers of one window, which have heads of one size, one kind, the full one first."""
     windows = [layer.window for layer in shape.layers]
     kinds = []
     for window in sorted(set(windows), key=lambda window: (window is not None, -(window or 0))):
         layers = tuple(i for i, each in enumerate(windows) if each == window)
         name: Any = "full" if window is None else "window"
-        sizes = (shape.num_kv_heads, shape.head_dim, shape.head_dim)
-        kinds.append(KVKind(name, layers, window, *sizes, len(layers) * of_layer))
+        heads = shape.heads_of(shape.layers[layers[0]])
+        sizes = (heads.num_kv_heads, heads.head_dim, heads.head_dim)
+        kinds.append(KVKind(name, layers, window, *sizes, len(layers) * heads.block_bytes(block_size, dtype)))
     return KVLayout.of(kinds, block_size, num_bytes)
 
 
@@ -118,6 +119,24 @@ class KindRun:
 def load(dtype: Any, **settings: Any) -> NativeModel:
     made = Checkpoint.random(num_layers=len(WINDOWS), sliding_windows=WINDOWS)
     return made.load(dtype, num_threads=2, worth_a_thread=1, **settings)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_of_two_sizes_give_the_logits_of_float64_in_any_pieces(dtype: Any, block_size: int) -> None:
+    made = Checkpoint.random(num_layers=3, sliding_windows=(40, None, 40), has_qk_norm=True, rotary_dims=(32, 50))
+    full = {"heads": NativeHeads(num_heads=5, num_kv_heads=1, head_dim=50), "is_k_v": True, "v_norm": NativeNorm()}
+    layers = made.shape.layers
+    shape = replace(made.shape, layers=(layers[0], replace(layers[1], rope=1, **full), layers[2]))
+    made = Checkpoint.random(shape=shape)
+    model = made.load(dtype, num_threads=2, worth_a_thread=1)
+    prompt = tokens(300)
+    whole = KindRun(model, block_size).step({0: prompt})[0]
+    assert error(whole, made.logits(prompt)) < {"float32": 3e-6, "bfloat16": 0.02}[dtype]
+    run, rows = KindRun(made.load(dtype, num_threads=1), block_size), []
+    for first, end in itertools.pairwise([0, 1, 100, 117, *range(118, 130), 300]):
+        rows.append(run.step({1: prompt[first % 7 :][:3], 0: prompt[first:end]})[0])
+    assert np.array_equal(np.concatenate(rows), whole)
 
 
 @pytest.mark.parametrize("block_size", [4, 16, 32])

@@ -75,6 +75,8 @@ class ItemAttention {
         first_token_ = sequences.query_starts[item.sequence];
     }
 
+    const Layer* layer() const { return layer_; }
+
     // q: the step's queries, [T][stride], heads of head_dim; `scale` multiplies them.
     void load_queries(const float* q, int64_t stride, float scale) {
         int64_t dim = layout_.head_dim, row_size = USES_AMX<T> ? width_ : dim;

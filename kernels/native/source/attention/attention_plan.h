@@ -12,7 +12,7 @@ namespace millrace {
 // Attention of all layers with one kind of blocks and one window, in several parts per thread, so that a thread that is done takes parts of
 // others.
 struct AttentionPlan {
-    int64_t kind = 0, window = 0;
+    int64_t kind = 0, window = 0, group = 1;  // group: query heads of a key/value head
     std::vector<AttentionItem> items;
     bool is_split = false;                            // whether different threads may compute the chunks of an item
     std::vector<std::pair<int32_t, int64_t>> chunks;  // (item, chunk) in computing order
@@ -90,17 +90,17 @@ inline void list_chunks(AttentionPlan* plan, int num_threads) {
     }
 }
 
-// `rows_together`: most rows of an item.
-inline AttentionPlan make_attention_plan(const Model& model, const StepInputs& inputs, int64_t kind, int64_t window,
-                                         int num_threads, int rows_together) {
+// Of a layer, and of all that have its window, its heads and blocks of its kind. `rows_together`: most rows of an item.
+inline AttentionPlan make_attention_plan(const LayerShape& layer, const StepInputs& inputs, int64_t kind, int num_threads,
+                                         int rows_together) {
     AttentionPlan plan;
-    plan.kind = kind, plan.window = window;
-    plan.partial_size = MAX_QUERY_ROWS * (round_up(model.shape.head_dim, 16) + 2);
-    int64_t group = model.shape.num_heads / model.shape.num_kv_heads, num_chunks = 0;
+    int64_t group = layer.num_heads / layer.num_kv_heads, window = layer.window, num_chunks = 0;
+    plan.kind = kind, plan.window = window, plan.group = group;
+    plan.partial_size = MAX_QUERY_ROWS * (round_up(layer.head_dim, 16) + 2);
     for (int32_t s = 0; s < inputs.num_sequences; s++) {
         int64_t count = inputs.query_starts[s + 1] - inputs.query_starts[s], start = inputs.lengths[s] - count;
         if (count <= 0) continue;
-        for (int32_t head = 0; head < model.shape.num_kv_heads; head++) {
+        for (int32_t head = 0; head < layer.num_kv_heads; head++) {
             for (int64_t row = 0; row < count * group; row += rows_together) {
                 int64_t rows = std::min<int64_t>(rows_together, count * group - row);
                 int64_t first = first_visible_key(start + row / group, window), last = start + (row + rows - 1) / group + 1;

@@ -23,7 +23,7 @@ class AttentionStep {
   public:
     // `layouts`: of each kind of blocks.
     AttentionStep(Model& model, const std::vector<CacheLayout<Cached>>& layouts)
-        : model_(model), shape_(model.shape), layouts_(layouts) {}
+        : model_(model), layouts_(layouts) {}
 
     // Decides, before reads are listed, whether the values of chunks are deferred where that pays (see
     // `AttentionPlan`): not if keys and values are prefetched a layer ahead.
@@ -72,7 +72,7 @@ class AttentionStep {
                 attention.merge_chunk(partial, partial + MAX_QUERY_ROWS, partial + 2 * MAX_QUERY_ROWS,
                                       chunk == item.first_chunk());
             }
-            attention.finish(batch.buffers.attended);
+            attention.finish(batch.attended_of(layer));
         });
     }
 
@@ -88,7 +88,7 @@ class AttentionStep {
     void attend_part(const Batch<Input>& batch, const AttentionPlan& plan, const Layer& layer, const Cached* cache,
                      int64_t part, int scratch_index, TileScope& tiles) {
         float scale = layer.shape.attention_scale;
-        if (scale == 0.0f) scale = 1.0f / std::sqrt(float(shape_.head_dim));
+        if (scale == 0.0f) scale = 1.0f / std::sqrt(float(layer.shape.head_dim));
         TileReadOrder<Cached> reads{cache, plan.reads.data() + plan.first_read[part]};
         std::array<ChunkState, 2> states;
         auto begin = [&](size_t i, int half, bool is_other_pending) {
@@ -117,7 +117,7 @@ class AttentionStep {
         }
         attention->end_chunk(pending, reads, scratch->chunk_largest, scratch->chunk_sum, scratch->chunk);
         attention->merge_chunk(scratch->chunk_largest, scratch->chunk_sum, scratch->chunk, chunk == item->first_chunk());
-        if (chunk + 1 == item->last_chunk()) attention->finish(batch.buffers.attended);
+        if (chunk + 1 == item->last_chunk()) attention->finish(batch.attended_of(*attention->layer()));
     }
 
     // The partial result of a chunk: largest scores, sums of weights, sums of values.
@@ -128,8 +128,7 @@ class AttentionStep {
     // An item without its queries. `layer` is null where only its reads are listed.
     Attention item_attention(const Batch<Input>& batch, const AttentionPlan& plan, const AttentionItem& item,
                              const Layer* layer, const Cached* cache, int scratch_index) {
-        int64_t group = shape_.num_heads / shape_.num_kv_heads;
-        return {layouts_[plan.kind], batch.sequences(plan.kind), item, layer, cache, group, plan.window,
+        return {layouts_[plan.kind], batch.sequences(plan.kind), item, layer, cache, plan.group, plan.window,
                 scratch_of(scratch_index)};
     }
 
@@ -138,7 +137,6 @@ class AttentionStep {
     }
 
     Model& model_;
-    const Shape& shape_;
     std::vector<CacheLayout<Cached>> layouts_;
     bool can_defer_ = false;
 };

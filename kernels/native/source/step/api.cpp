@@ -83,8 +83,10 @@ EXPORT Model* millrace_model_new(const Shape* shape, const LayerShape* layers, i
             int64_t inner = layer.shape.intermediate_size;
             model->intermediate_size = std::max(model->intermediate_size, inner);
             model->has_branches |= layer.has_post_norm();
-            define(layer.qkv, model->qkv_size(), hidden, shape->linears);
-            define(layer.output, hidden, model->attended_size(), shape->linears);
+            define(layer.qkv, layer.shape.qkv_columns(), hidden, shape->linears);
+            define(layer.output, hidden, layer.shape.attended_size(), shape->linears);
+            model->max_qkv_size = std::max(model->max_qkv_size, layer.shape.qkv_size());
+            model->max_attended_size = std::max(model->max_attended_size, layer.shape.attended_size());
             define_network(layer.gate_up, layer.down, layer.shape.is_gated, inner);
             if (layer.shape.activation == SWIGLU_CLAMPED) layer.activation_params = {layer.shape.alpha, layer.shape.limit};
             const ExpertsShape& experts = layer.shape.experts;
@@ -98,6 +100,18 @@ EXPORT Model* millrace_model_new(const Shape* shape, const LayerShape* layers, i
             for (Expert& expert : layer.experts.each)
                 define_network(expert.gate_up, expert.down, experts.is_gated, experts.intermediate_size);
             if (experts.activation == SWIGLU_CLAMPED) layer.experts.activation_params = {experts.alpha, experts.limit};
+        }
+        if (const LayerInputsShape& inputs = shape->layer_inputs; inputs.width > 0) {
+            model->layer_inputs.scale = is_half ? widen(to_bf16(inputs.scale)) : inputs.scale;
+            model->layer_inputs.norm.shape = inputs.norm;
+            define(model->layer_inputs.projection, shape->num_layers * inputs.width, hidden, shape->dtype);
+            for (Layer& layer : model->layers) {
+                define(layer.input_gate, inputs.width, hidden, shape->linears);
+                define(layer.input_up, hidden, inputs.width, shape->linears);
+                layer.input_norm.shape = inputs.norm;
+            }
+            model->intermediate_size = std::max(model->intermediate_size, inputs.width);
+            model->has_branches = true;
         }
         place_linears(*model);
         define(model->head, shape->vocab_size, hidden, shape->head);

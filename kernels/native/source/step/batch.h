@@ -6,6 +6,7 @@
 #pragma once
 
 #include <map>
+#include <tuple>
 
 #include "linear/linear.h"
 #include "lora/shrink.h"
@@ -35,13 +36,15 @@ struct Activations {
     // With experts, by pair of a row and an expert: what the pair adds to the row. Behind it the rows that experts read.
     float *normed_floats, *router_logits, *pair_outputs;
     char *expert_inputs, *expert_inner;
+    float* layer_inputs;  // of all layers, [rows][layer_inputs_stride], if the model has such
     TiledRows<Input> normed, attended, inner;
     float* lora_sums;  // [rows][Model::num_lora_sums] of the product that is next: see LoraUpdate
-    int64_t hidden_stride, qkv_stride;
+    int64_t hidden_stride, qkv_stride, layer_inputs_stride;
     char* end;
 
     Activations(const Model& model, char* memory, int64_t num_rows)
-        : hidden_stride(row_stride(model.shape.hidden_size)), qkv_stride(row_stride(model.qkv_size())) {
+        : hidden_stride(row_stride(model.shape.hidden_size)), qkv_stride(row_stride(model.max_qkv_size)),
+          layer_inputs_stride(model.layer_inputs.exist() ? row_stride(model.layer_inputs.projection.n) : 0) {
         auto take = [&](auto** place, int64_t size) {
             *place = reinterpret_cast<std::remove_reference_t<decltype(*place)>>(memory);
             memory += round_up(num_rows * size * int64_t(sizeof(**place)), 64);
@@ -60,8 +63,9 @@ struct Activations {
         take(&pair_outputs, top_k * hidden_stride);
         expert_inputs = memory, memory += expert_rows_bytes<Input>(num_pairs, model.shape.hidden_size, num_experts);
         expert_inner = memory, memory += expert_rows_bytes<Input>(num_pairs, model.max_expert_size, num_experts);
+        take(&layer_inputs, layer_inputs_stride);
         take_tiled(&normed, model.shape.hidden_size);
-        take_tiled(&attended, model.attended_size());
+        take_tiled(&attended, model.max_attended_size);
         take_tiled(&inner, model.intermediate_size);
         take(&lora_sums, model.num_lora_sums);
         memory += (AMX_ROWS - 1) * model.num_lora_sums * int64_t(sizeof(float));  // that are read behind the last row
@@ -86,7 +90,8 @@ template <class Input>
 struct Batch {
     StepInputs inputs;
     Activations<Input> buffers;
-    std::map<std::pair<int64_t, int64_t>, AttentionPlan> plans;  // by kind and window
+    using PlanKey = std::tuple<int64_t, int64_t, int64_t>;
+    std::map<PlanKey, AttentionPlan> plans;  // by kind, which says how many keys and values there are, window and heads
     LoraRows adapted;
 
     Batch(const Model& model, char* memory, const StepInputs& inputs)
@@ -94,15 +99,25 @@ struct Batch {
           adapted(model, inputs.adapters, inputs.num_tokens) {}
 
     void plan(const Model& model, int64_t layer, int num_threads, int rows_together) {
-        int64_t kind = inputs.cache->layer_kinds[layer], window = model.layers[layer].shape.window;
-        AttentionPlan& plan = plans[{kind, window}];
-        if (plan.num_parts() < 0) plan = make_attention_plan(model, inputs, kind, window, num_threads, rows_together);
+        const LayerShape& shape = model.layers[layer].shape;
+        AttentionPlan& plan = plans[key_of(shape, layer)];
+        if (plan.num_parts() < 0)
+            plan = make_attention_plan(shape, inputs, inputs.cache->layer_kinds[layer], num_threads, rows_together);
     }
     const AttentionPlan& plan_of(const Model& model, int64_t layer) const {
-        return plans.at({inputs.cache->layer_kinds[layer], model.layers[layer].shape.window});
+        return plans.at(key_of(model.layers[layer].shape, layer));
+    }
+    // Where a layer's attention leaves what its output product reads.
+    TiledRows<Input> attended_of(const Layer& layer) const {
+        return {buffers.attended.data, buffers.attended.num_rows, layer.shape.attended_size()};
     }
     SequenceTables sequences(int64_t kind) const {
         return {inputs.block_tables[kind], inputs.query_starts, inputs.lengths, inputs.num_sequences, inputs.table_width};
+    }
+
+  private:
+    PlanKey key_of(const LayerShape& shape, int64_t layer) const {
+        return {inputs.cache->layer_kinds[layer], shape.window, shape.num_heads};
     }
 };
 
@@ -161,6 +176,8 @@ template <class Weight>
 int64_t max_workspace_bytes(const Model& model, int64_t num_rows) {
     using Input = InputOf<Weight>;
     int64_t maximum = workspace_bytes<Weight>(model, model.head, num_rows);
+    if (model.layer_inputs.exist())
+        maximum = std::max(maximum, workspace_bytes<Weight>(model, model.layer_inputs.projection, num_rows));
     TiledRows<Input> own{nullptr, MAX_ROWS_NORMED_PER_THREAD<Input>, model.shape.hidden_size};
     maximum = std::max(maximum, own.num_rows * own.padded_size() * int64_t(sizeof(Input)));
     for (const Layer& layer : model.layers)  // all experts have one shape

@@ -13,6 +13,7 @@
 //     norm + gate_up norm, gate_up product with the activation as epilogue (linear/activations.h)
 //     down           down product, added to the residual
 //     With experts their phases instead, or behind: see experts.h.
+//     Of models with inputs of each layer, gate and up of these, then a norm, see layer_inputs.h; the layer's scale.
 //     A parallel layer runs gate_up before output. A norm behind output or down is a phase that adds to the residual.
 //   select         in the last layer, after its cache write: gathers the rows whose logits are requested
 //   output head    final norm, head; logits, or argmax with the screen (output_head.h)
@@ -26,6 +27,7 @@
 #include "attention/attention_step.h"
 #include "linear/activations.h"
 #include "step/experts.h"
+#include "step/layer_inputs.h"
 #include "step/output_head.h"
 #include "step/norms.h"
 #include "step/rope_and_cache_write.h"
@@ -46,8 +48,8 @@ class Step {
     // `memory`: of its activations. The other buffers must exist: see `reserve`.
     Step(Model& model, const StepInputs& inputs, ThreadAssignment assignment, char* memory, bool uses_screen)
         : model_(model), shape_(model.shape), assignment_(assignment), times_(model.phase_ns),
-          layouts_(layouts_of(*inputs.cache, shape_)),
-          selected_rows_(inputs), all_(model, memory, inputs), selected_(model, all_.buffers.end, selected_rows_.of(inputs)),
+          layouts_(layouts_of(*inputs.cache)),
+          selected_rows_(inputs), no_adapters_(model, nullptr, 0), all_(model, memory, inputs), selected_(model, all_.buffers.end, selected_rows_.of(inputs)),
           experts_of_all_(model, inputs.num_tokens), experts_of_selected_(model, selected_.inputs.num_tokens),
           rope_(model, layouts_, inputs), attention_(model, layouts_),
           output_head_(model, inputs, assignment.num_threads, uses_screen) {
@@ -92,8 +94,7 @@ class Step {
         begin(phases);
         for (int i = 0; i < last_layer(); i++) {
             if (phases.takes_part_in_next() && phases.member().count == assignment_.num_threads) return i;
-            run_qkv(i, phases);
-            run_attention_and_mlp(i, all_, phases);
+            run_layer(i, phases);
         }
         return phases.takes_part_in_next() ? std::optional<int>(last_layer()) : std::nullopt;
     }
@@ -102,6 +103,7 @@ class Step {
     void resume(const Step& before, int64_t first, int layer) {
         Phases phases(assignment_.thread_index);
         all_.buffers.residual = before.all_.buffers.residual + first * before.all_.buffers.hidden_stride;
+        all_.buffers.layer_inputs = before.all_.buffers.layer_inputs + first * before.all_.buffers.layer_inputs_stride;
         times_.start();
         list_all_reads(phases);
         run_layers(layer, phases);
@@ -123,7 +125,7 @@ class Step {
     template <class Use>
     void for_each_plan(const Use& use) {
         for (Batch<Input>* batch : {&all_, &selected_})
-            for (auto& [kind_and_window, plan] : batch->plans) use(*batch, plan);
+            for (auto& [key, plan] : batch->plans) use(*batch, plan);
     }
 
     int last_layer() const { return int(model_.layers.size()) - 1; }
@@ -131,6 +133,7 @@ class Step {
     void begin(Phases& phases) {
         list_all_reads(phases);
         times_.run(phases, OTHER, [&](Member member) { embed(member); });
+        if (model_.layer_inputs.exist()) make_layer_inputs(phases);
     }
 
     // By rank 0 alone, while the others join.
@@ -143,14 +146,19 @@ class Step {
     // From layer `first` to the end.
     void run_layers(int first, Phases& phases) {
         int last = last_layer();
-        for (int i = first; i < last; i++) {
-            run_qkv(i, phases);
-            run_attention_and_mlp(i, all_, phases);
-        }
+        for (int i = first; i < last; i++) run_layer(i, phases);
         run_qkv(last, phases);
         if (selected_rows_.is_cut) times_.run(phases, OTHER, [&](Member member) { gather_selected(member); });
         run_attention_and_mlp(last, last_batch(), phases);
+        finish_layer(last, last_batch(), phases);
         output_head_.run(last_batch(), times_, phases);
+    }
+
+    // A layer before the last.
+    void run_layer(int index, Phases& phases) {
+        run_qkv(index, phases);
+        run_attention_and_mlp(index, all_, phases);
+        finish_layer(index, all_, phases);
     }
 
     void embed(Member member) {
@@ -167,7 +175,7 @@ class Step {
             for (int64_t i = 0; i < hidden; i++) to[i] *= model_.embedding_scale;
         if (shape_.num_learned_positions > 0)
             for_table_row(model_.learned_positions, position + shape_.position_offset,
-                          [=](int64_t i, float number) { to[i] += number; });
+                          shape_.hidden_size, [=](int64_t i, float number) { to[i] += number; });
         norm_row(to, model_.embedding_norm, hidden, to);
     }
 
@@ -178,15 +186,15 @@ class Step {
         } else if (shape_.is_tied) {
             return read_row<Weight>(codes, id, to);
         }
-        for_table_row(model_.embedding, id, [=](int64_t i, float number) { to[i] = number; });
+        for_table_row(model_.embedding, id, shape_.hidden_size, [=](int64_t i, float number) { to[i] = number; });
     }
 
-    // Calls use(i, number) for the numbers of a row of a table [rows, hidden] in the model's dtype.
+    // Calls use(i, number) for the numbers of a row of a table [rows, size] in the model's dtype.
     template <class Use>
-    void for_table_row(const Memory& table, int64_t row, const Use& use) const {
-        int64_t begin = row * shape_.hidden_size;
+    void for_table_row(const Memory& table, int64_t row, int64_t size, const Use& use) const {
+        int64_t begin = row * size;
         auto read = [&](auto* numbers) {
-            for (int64_t i = 0; i < shape_.hidden_size; i++) use(i, widen(numbers[begin + i]));
+            for (int64_t i = 0; i < size; i++) use(i, widen(numbers[begin + i]));
         };
         if constexpr (!IS_GROUPED<Weight>)
             read(table.as<Weight>());
@@ -194,11 +202,51 @@ class Step {
             shape_.dtype == BFLOAT16 ? read(table.as<bf16>()) : read(table.as<float>());
     }
 
-    static std::vector<CacheLayout<Cached>> layouts_of(const CacheSlabs& cache, const Shape& shape) {
+    // The inputs of all layers, for the first residual.
+    void make_layer_inputs(Phases& phases) {
+        const LayerInputs& inputs = model_.layer_inputs;
+        const Activations<Input>& at = all_.buffers;
+        run_normed_product(phases, all_, Norm(), inputs.projection, no_update(),
+                           FloatOutput{at.layer_inputs, at.layer_inputs_stride, StoreMode::STORE,
+                                       shape_.layer_inputs.projection_scale});
+        times_.run(phases, OTHER, [&](Member member) {
+            parallel_for_rows(member, all_.inputs.num_tokens, [&](int64_t t) {
+                float* row = at.layer_inputs + t * at.layer_inputs_stride;
+                norm_layer_inputs(inputs, shape_, row);
+                for_table_row(inputs.table, all_.inputs.input_ids[t], inputs.projection.n, [&](int64_t i, float number) {
+                    row[i] = (row[i] + number * inputs.scale) * HALF_ROOT;
+                });
+            });
+        });
+    }
+
+    // What a layer adds of its input, and its scale.
+    void finish_layer(int index, const Batch<Input>& batch, Phases& phases) {
+        const Layer& layer = model_.layers[index];
+        const Activations<Input>& at = batch.buffers;
+        if (model_.layer_inputs.exist()) {
+            const int64_t* rows = &batch == &all_ ? nullptr : selected_rows_.rows.data();
+            int64_t width = shape_.layer_inputs.width;
+            TiledRows<Input> inner{at.inner.data, at.inner.num_rows, width};
+            run_normed_product(phases, batch, Norm(), layer.input_gate, no_update(),
+                               LayerInputOutput<Input>(shape_.layer_inputs.activation, inner,
+                                                       {all_.buffers.layer_inputs + index * width,
+                                                        all_.buffers.layer_inputs_stride, rows}));
+            run_residual_product(phases, batch, layer.input_up, inner, no_update(), &layer.input_norm, 1.0f, [](Member) {});
+        }
+        if (layer.output_scale.empty()) return;
+        times_.run(phases, OTHER, [&](Member member) {
+            parallel_for_rows(member, batch.inputs.num_tokens, [&](int64_t t) {
+                scale_numbers(at.residual + t * at.hidden_stride, shape_.hidden_size, layer.output_scale[0]);
+            });
+        });
+    }
+
+    static std::vector<CacheLayout<Cached>> layouts_of(const CacheSlabs& cache) {
         std::vector<CacheLayout<Cached>> layouts;
         for (int64_t kind = 0; kind < cache.num_kinds; kind++)
-            layouts.emplace_back(cache.slab_bytes, cache.kinds[kind].blocks_per_slab, cache.block_size, shape.num_kv_heads,
-                                 shape.head_dim);
+            layouts.emplace_back(cache.slab_bytes, cache.kinds[kind].blocks_per_slab, cache.block_size,
+                                 cache.kinds[kind].num_kv_heads, cache.kinds[kind].head_dim);
         return layouts;
     }
 
@@ -214,6 +262,9 @@ class Step {
     static auto residual_of(const Batch<Input>& batch) {
         return [&at = batch.buffers](int64_t t) { return at.residual + t * at.hidden_stride; };
     }
+
+    // For a product that adapters do not change.
+    LoraUpdate no_update() const { return {no_adapters_, nullptr, 0, 0, LORA_QKV, USES_AMX<Input>}; }
 
     // What adapters add to a layer's product.
     LoraUpdate update_of(const Batch<Input>& batch, int layer, LoraTarget target) const {
@@ -339,7 +390,7 @@ class Step {
         add_pairs(before.output), add_pairs(layer.qkv);
         if (before.has_network()) add_pairs(before.down);
         if (before.has_network() && !before.shape.is_parallel) add_pairs(before.gate_up);
-        int64_t tile_bytes = KEY_TILE * layouts_[0].padded_dim() * int64_t(sizeof(Cached));
+        int64_t tile_bytes = KEY_TILE * layouts_[plan.kind].padded_dim() * int64_t(sizeof(Cached));
         // The other half is for what is read meanwhile.
         int64_t max_bytes = model_.cache_probe.num_bytes() / 2 / assignment_.num_concurrent;
         const int64_t* reads = plan.reads.data();
@@ -376,7 +427,7 @@ class Step {
         };
         auto run_output = [&] {
             const Norm* post_norm = layer.shape.post_mixer.kind == NO_NORM ? nullptr : &layer.post_mixer;
-            run_residual_product(phases, batch, layer.output, at.attended, update_of(batch, index, LORA_OUTPUT), post_norm,
+            run_residual_product(phases, batch, layer.output, batch.attended_of(layer), update_of(batch, index, LORA_OUTPUT), post_norm,
                                  scale, [&](Member member) { begin_kv_prefetch(index + 1, member); });
         };
         if (layer.has_experts()) {
@@ -406,7 +457,8 @@ class Step {
             int64_t row = selected_rows_.rows[i];
             std::memcpy(to.residual + i * to.hidden_stride, from.residual + row * from.hidden_stride,
                         shape_.hidden_size * 4);
-            std::memcpy(to.qkv + i * to.qkv_stride, from.qkv + row * from.qkv_stride, model_.attended_size() * 4);
+            std::memcpy(to.qkv + i * to.qkv_stride, from.qkv + row * from.qkv_stride,
+                        model_.layers.back().shape.attended_size() * 4);
         });
     }
 
@@ -432,6 +484,7 @@ class Step {
     PhaseTimes times_;
     std::vector<CacheLayout<Cached>> layouts_;  // by kind
     SelectedRows selected_rows_;
+    LoraRows no_adapters_;
     Batch<Input> all_, selected_;
     ExpertStep<Weight> experts_of_all_, experts_of_selected_;  // of the two batches
     std::vector<KvPrefetcher> kv_prefetchers_;  // per thread; empty if nothing is prefetched a layer ahead

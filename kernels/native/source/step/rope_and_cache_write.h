@@ -18,27 +18,32 @@ class RopeAndCacheWrite {
   public:
     // `layouts`: of each kind of blocks.
     RopeAndCacheWrite(const Model& model, const std::vector<CacheLayout<Cached>>& layouts, const StepInputs& inputs)
-        : model_(model), shape_(model.shape), layouts_(layouts), inputs_(inputs) {}
+        : model_(model), layouts_(layouts), inputs_(inputs) {}
 
     // Normalizes and rotates a token's queries and keys, and writes keys and values into the layer's cache, in blocks
     // of its `kind`. `heads`: query, key and value heads of the token, as the product left them.
     void run(const Layer& layer, int64_t kind, Cached* cache, int64_t t, float* heads) const {
         const LayerShape& its = layer.shape;
         const CacheLayout<Cached>& layout = layouts_[kind];
-        int64_t dim = shape_.head_dim, slot = inputs_.slot_mapping[kind][t], position = inputs_.positions[t];
-        float *keys = heads + shape_.num_heads * dim, *values = keys + shape_.num_kv_heads * dim;
+        int64_t dim = its.head_dim, slot = inputs_.slot_mapping[kind][t], position = inputs_.positions[t];
+        float *keys = heads + its.attended_size(), *values = keys + its.kv_size();
+        float* rotated_end = its.is_reader ? keys : values;
+        if (!its.is_reader) {
+            if (its.is_k_v) std::copy(keys, values, values);
+            if (its.v_norm.kind != NO_NORM) norm_values(layer, values);
+        }
         auto norm = [&] {
             if (its.qk_norm.kind == NO_NORM) return;
             norm_heads(its, layer.q_norm, heads, keys);
-            norm_heads(its, layer.k_norm, keys, values);
+            norm_heads(its, layer.k_norm, keys, rotated_end);
         };
         if (!its.is_qk_norm_after_rope) norm();
-        if (its.rope >= 0) rotate(model_.ropes[its.rope], position, heads, values);
+        if (its.rope >= 0) rotate(model_.ropes[its.rope], dim, position, heads, rotated_end);
         if (its.is_qk_norm_after_rope) norm();
         if (its.temper_length > 0) temper(its, position, heads, keys);
-        if (slot < 0) return;
+        if (slot < 0 || its.is_reader) return;
         int64_t block = slot / layout.block_size, offset = slot % layout.block_size;
-        for (int64_t head = 0; head < shape_.num_kv_heads; head++)
+        for (int64_t head = 0; head < its.num_kv_heads; head++)
             write_token(layout, layout.keys(cache, block, head), layout.values(cache, block, head), offset,
                         keys + head * dim, values + head * dim);
     }
@@ -46,16 +51,22 @@ class RopeAndCacheWrite {
   private:
     // Normalizes heads [first, last), each alone or all together.
     void norm_heads(const LayerShape& its, const Norm& norm, float* first, float* last) const {
-        int64_t size = its.is_qk_norm_over_row ? last - first : shape_.head_dim;
+        int64_t size = its.is_qk_norm_over_row ? last - first : its.head_dim;
         for (float* head = first; head < last; head += size)
             norm_row(head, norm, size, head, its.has_weight_per_head ? head - first : 0);
     }
 
+    void norm_values(const Layer& layer, float* values) const {
+        const LayerShape& its = layer.shape;
+        for (float* head = values; head < values + its.kv_size(); head += its.head_dim)
+            norm_row(head, layer.v_norm, its.head_dim, head);
+    }
+
     // Rotates heads [first, last) to a position. Element i of a head is paired with element i + half.
-    void rotate(const RopeTable& table, int64_t position, float* first, float* last) const {
+    static void rotate(const RopeTable& table, int64_t head_dim, int64_t position, float* first, float* last) {
         int64_t half = table.half;
         const float *cos = table.cos + position * half, *sin = table.sin + position * half;
-        for (float* head = first; head < last; head += shape_.head_dim) {
+        for (float* head = first; head < last; head += head_dim) {
             int64_t i = 0;
             for (; i + W <= half; i += W) {
                 F a = load(head + i), b = load(head + i + half), c = load(cos + i), s = load(sin + i);
@@ -77,7 +88,6 @@ class RopeAndCacheWrite {
     }
 
     const Model& model_;
-    const Shape& shape_;
     std::vector<CacheLayout<Cached>> layouts_;
     StepInputs inputs_;
 };

@@ -17,6 +17,7 @@ constexpr int64_t MAX_KINDS = 8;  // as in cache.py
 struct CacheKind {  // mirrored by `CacheKindStruct` in library.py
     int64_t num_blocks, blocks_per_slab;
     int64_t window;  // keys that a query sees at most, so that older blocks may be gone; 0: all
+    int64_t num_kv_heads, head_dim;
 };
 
 // The cache: slabs, each of which holds blocks of one kind, in the layout of attention/kv_layout.h.

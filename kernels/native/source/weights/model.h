@@ -156,8 +156,10 @@ struct Experts {
 // Aligned so that the norms take a cache line each.
 struct alignas(64) Layer {
     LayerShape shape;
-    Norm pre_mixer, post_mixer, pre_feed, post_feed, q_norm, k_norm;
+    Norm pre_mixer, post_mixer, pre_feed, post_feed, q_norm, k_norm, v_norm, input_norm;
     Linear qkv, output, gate_up, down;  // gate_up: 16 columns of gate, 16 of up, alternating; up alone if not gated
+    Linear input_gate, input_up;           // of the layer's input, if the model has such: see step/layer_inputs.h
+    std::vector<float> output_scale;       // a number, if the layer has it
     std::vector<float> activation_params;  // those of the activation
     std::vector<float> sinks;              // [heads], if it has any
     Experts experts;                       // beside gate_up and down, or instead
@@ -166,7 +168,7 @@ struct alignas(64) Layer {
         shape = its;
         pre_mixer.shape = its.pre_mixer, post_mixer.shape = its.post_mixer;
         pre_feed.shape = its.pre_feed, post_feed.shape = its.post_feed;
-        q_norm.shape = k_norm.shape = its.qk_norm;
+        q_norm.shape = k_norm.shape = its.qk_norm, v_norm.shape = its.v_norm;
     }
 
     // The norm before the feed-forward network.
@@ -190,12 +192,25 @@ struct alignas(64) Layer {
         if (has_network()) use(down);
         for (size_t i = 0; i < std::min(max_experts, experts.each.size()); i++)
             use(experts.each[i].gate_up), use(experts.each[i].down);
+        if (input_gate.n > 0) use(input_gate), use(input_up);
     }
     template <class Use>
     void for_each_linear(const Use& use, size_t max_experts = SIZE_MAX) const {
         const_cast<Layer*>(this)->for_each_linear([&](const Linear& linear) { use(linear); }, max_experts);
     }
-    std::array<const Norm*, 6> norms() const { return {&pre_mixer, &post_mixer, &pre_feed, &post_feed, &q_norm, &k_norm}; }
+    std::array<const Norm*, 7> norms() const {
+        return {&pre_mixer, &post_mixer, &pre_feed, &post_feed, &q_norm, &k_norm, &input_norm};
+    }
+};
+
+// What the inputs of all layers are made with: see step/layer_inputs.h.
+struct LayerInputs {
+    Linear projection;  // [layers * width, hidden], in the model's dtype; n = 0: there are no such inputs
+    Memory table;       // [rows, layers * width]
+    Norm norm;          // of a layer's part of the projection
+    float scale = 1.0f;  // of the table
+
+    bool exist() const { return projection.n > 0; }
 };
 
 // Rotary positions: cos and sin [P, half] of the pairs (i, i + half) of a head. The caller keeps the numbers.
@@ -301,9 +316,11 @@ struct Model {
     Shape shape;
     std::vector<Layer> layers;
     int64_t intermediate_size = 0;  // the largest of the layers
+    int64_t max_qkv_size = 0, max_attended_size = 0;  // likewise
     bool has_branches = false;      // any layer has a norm behind a product, or a network beside experts
     int64_t max_experts = 0, max_top_k = 0, max_expert_size = 0;  // the most of a layer
     Norm embedding_norm, final_norm;
+    LayerInputs layer_inputs;
     Linear head;
     ArgmaxScreen screen;  // of the head
     int64_t layers_bytes = 0;  // of `weights`, once it is allocated
@@ -341,9 +358,9 @@ struct Model {
     // Runs steps; null: the caller does. NOTE: the last member, because it must end first.
     std::unique_ptr<StepThread> step_thread;
 
-    int64_t qkv_size() const { return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim; }
-    int64_t attended_size() const { return shape.num_heads * shape.head_dim; }
-    int64_t max_columns() const { return std::max({shape.hidden_size, attended_size(), intermediate_size, max_expert_size}); }
+    int64_t max_columns() const {
+        return std::max({shape.hidden_size, max_attended_size, intermediate_size, max_expert_size});
+    }
     int64_t router_stride() const { return round_up(max_experts + 1, PANEL); }  // logits of a row
     int64_t weights_bytes(size_t max_experts_of_layer = SIZE_MAX) const;
     char* workspace_of(int thread) const { return workspace.as<char>() + thread * workspace_stride; }
@@ -363,7 +380,8 @@ enum TensorKind : int32_t {
     POST_MIXER, POST_FEED, PRE_MIXER_BIAS, PRE_FEED_BIAS, POST_MIXER_BIAS, POST_FEED_BIAS, Q_NORM_BIAS, K_NORM_BIAS,
     SINKS, ACTIVATION_PARAMS, LEARNED_POSITIONS, EMBEDDING_NORM, EMBEDDING_NORM_BIAS, FINAL_NORM_BIAS, HEAD_BIAS,
     ROUTER, ROUTER_BIAS, CHOICE_BIAS, SHARED_GATE, EXPERT_GATE, EXPERT_UP, EXPERT_DOWN, EXPERT_GATE_BIAS, EXPERT_UP_BIAS,
-    EXPERT_DOWN_BIAS
+    EXPERT_DOWN_BIAS,
+    INPUT_TABLE = 60, INPUT_PROJECTION, INPUT_PROJECTION_NORM, OUTPUT_SCALE, INPUT_GATE, INPUT_UP, INPUT_NORM
 };
 
 // Sets `Linear::next` of each linear.

@@ -82,19 +82,23 @@ int64_t Model::weights_bytes(size_t max_experts_of_layer) const {
         int64_t numbers = linear.weight.num_bytes() + linear.raw_blocks.num_bytes();
         return numbers + linear.scales.num_bytes() + int64_t(linear.bias.size()) * 4;
     };
-    int64_t total = embedding.num_bytes() + learned_positions.num_bytes() + of(head) + of(embedding_codes) + final_norm.num_bytes() +
+    bool is_whole = max_experts_of_layer == SIZE_MAX;  // else what a token reads, of the table of inputs a row
+    int64_t inputs = of(layer_inputs.projection) + layer_inputs.norm.num_bytes() + is_whole * layer_inputs.table.num_bytes();
+    int64_t total = inputs + embedding.num_bytes() + learned_positions.num_bytes() + of(head) + of(embedding_codes) + final_norm.num_bytes() +
                     embedding_norm.num_bytes();
     for (const Layer& layer : layers) {
         layer.for_each_linear([&](const Linear& linear) { total += of(linear); }, max_experts_of_layer);
         total += of(layer.experts.router) + 4 * int64_t(layer.experts.choice_bias.size());
         for (const Norm* norm : layer.norms()) total += norm->num_bytes();
-        total += 4 * int64_t(layer.sinks.size() + layer.activation_params.size());
+        total += 4 * int64_t(layer.output_scale.size() + layer.sinks.size() + layer.activation_params.size());
     }
     return total;
 }
 
 void link_linears(Model& model) {
     Linear* before = &model.head;
+    auto link = [&](Linear& linear) { before->next = &linear, before = &linear; };
+    if (model.layer_inputs.exist()) link(model.layer_inputs.projection);
     for (Layer& layer : model.layers)
         layer.for_each_linear([&](Linear& linear) {
             // Before the experts are known, the router is next.
@@ -194,13 +198,16 @@ Matrix matrix_of_experts(Layer& layer, int64_t expert, TensorKind kind, int64_t 
 Matrix matrix_of(Model& model, int64_t index, int64_t expert, TensorKind kind) {
     const Shape& shape = model.shape;
     int64_t hidden = shape.hidden_size;
-    int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
     if (kind == HEAD || (kind == EMBEDDING && shape.is_tied)) return {&model.head, {}, shape.vocab_size};
     if (kind == EMBEDDING && model.embedding_codes.type == GROUPED) return {&model.embedding_codes, {}, shape.vocab_size};
+    if (kind == INPUT_PROJECTION) return {&model.layer_inputs.projection, {}, model.layer_inputs.projection.n};
+    if (kind == INPUT_GATE) return {&model.layers[index].input_gate, {}, shape.layer_inputs.width};
+    if (kind == INPUT_UP) return {&model.layers[index].input_up, {}, hidden};
+    if (kind > EXPERT_DOWN_BIAS) return {};
     if (kind >= ROUTER) return matrix_of_experts(model.layers[index], expert, kind, hidden);
     if (kind < Q || kind > DOWN) return {};
     Layer& layer = model.layers[index];
-    int64_t inner = layer.shape.intermediate_size;
+    int64_t inner = layer.shape.intermediate_size, heads = layer.shape.attended_size(), kv = layer.shape.kv_size();
     switch (kind) {
         case Q: return {&layer.qkv, {}, heads};
         case K: return {&layer.qkv, {heads}, kv};
@@ -392,7 +399,7 @@ void make_screen(Model& model) {
 
 void allocate(Model& model, Linear& linear, bool is_router = false) {
     if (linear.weight.num_bytes()) return;
-    bool is_apart = is_router || &linear == &model.head || &linear == &model.embedding_codes;
+    bool is_apart = is_router || &linear == &model.layer_inputs.projection || &linear == &model.head || &linear == &model.embedding_codes;
     linear.weight = is_apart ? Memory::prefaulted(linear.weight_bytes(), *model.pool) : layer_memory(model, linear);
     if (linear.is_quantized()) linear.scales = Memory(linear.num_panels() * linear.num_groups() * PANEL * 2);
 }
@@ -417,9 +424,9 @@ bool set_bias(Model& model, Linear& linear, RowPlacement place, int64_t rows, co
     return is_finite;
 }
 
-// Copies rows [hidden] of a table in the model's dtype: the embedding, or learned positions.
-bool set_table(Model& model, Memory& table, int64_t num_rows, const Tensor& tensor) {
-    int64_t hidden = model.shape.hidden_size, first = tensor.first_row, count = tensor.num_rows;
+// Copies rows of a table [num_rows, hidden] in the model's dtype: the embedding, learned positions, or layers' inputs.
+bool set_table(Model& model, Memory& table, int64_t num_rows, int64_t hidden, const Tensor& tensor) {
+    int64_t first = tensor.first_row, count = tensor.num_rows;
     bool is_half = model.shape.dtype == BFLOAT16, is_finite = true;
     if (!count) count = num_rows;
     if (!first) table = Memory::prefaulted(num_rows * hidden * (is_half ? 2 : 4), *model.pool);
@@ -458,8 +465,13 @@ bool pack(Model& model, const Tensor& tensor) {
         return set_floats(to, 0, size, data, type, norm.shape.is_exact ? FLOAT32 : rounded);
     };
     switch (kind) {
-        case EMBEDDING: return set_table(model, model.embedding, shape.vocab_size, tensor);
-        case LEARNED_POSITIONS: return set_table(model, model.learned_positions, shape.num_learned_positions, tensor);
+        case EMBEDDING: return set_table(model, model.embedding, shape.vocab_size, hidden, tensor);
+        case LEARNED_POSITIONS:
+            return set_table(model, model.learned_positions, shape.num_learned_positions, hidden, tensor);
+        case INPUT_TABLE:
+            return set_table(model, model.layer_inputs.table, shape.layer_inputs.rows, model.layer_inputs.projection.n, tensor);
+        case INPUT_PROJECTION_NORM:
+            return set_norm(model.layer_inputs.norm, model.layer_inputs.norm.weight, shape.layer_inputs.width);
         case HEAD_BIAS: return set_bias(model, model.head, {}, shape.vocab_size, data, type);
         case FINAL_NORM: return set_norm(model.final_norm, model.final_norm.weight, hidden);
         case FINAL_NORM_BIAS: return set_norm(model.final_norm, model.final_norm.bias, hidden);
@@ -468,10 +480,10 @@ bool pack(Model& model, const Tensor& tensor) {
         default: break;
     }
     Layer& layer = model.layers[index];
-    int64_t inner = layer.shape.intermediate_size;
-    int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
+    int64_t inner = layer.shape.intermediate_size, head_dim = layer.shape.head_dim;
+    int64_t heads = layer.shape.attended_size(), kv = layer.shape.kv_size();
     bool has_whole_rows = layer.shape.is_qk_norm_over_row || layer.shape.has_weight_per_head;
-    int64_t q_size = has_whole_rows ? heads : shape.head_dim, k_size = has_whole_rows ? kv : shape.head_dim;
+    int64_t q_size = has_whole_rows ? heads : head_dim, k_size = has_whole_rows ? kv : head_dim;
     switch (kind) {
         case PRE_MIXER: return set_norm(layer.pre_mixer, layer.pre_mixer.weight, hidden);
         case PRE_MIXER_BIAS: return set_norm(layer.pre_mixer, layer.pre_mixer.bias, hidden);
@@ -485,8 +497,10 @@ bool pack(Model& model, const Tensor& tensor) {
         case Q_NORM_BIAS: return set_norm(layer.q_norm, layer.q_norm.bias, q_size);
         case K_NORM: return set_norm(layer.k_norm, layer.k_norm.weight, k_size);
         case K_NORM_BIAS: return set_norm(layer.k_norm, layer.k_norm.bias, k_size);
-        case SINKS: return set_floats(layer.sinks, 0, shape.num_heads, data, type, FLOAT32);
+        case SINKS: return set_floats(layer.sinks, 0, layer.shape.num_heads, data, type, FLOAT32);
         case ACTIVATION_PARAMS: return set_floats(layer.activation_params, 0, 2, data, type, FLOAT32);
+        case OUTPUT_SCALE: return set_floats(layer.output_scale, 0, 1, data, type, rounded);
+        case INPUT_NORM: return set_norm(layer.input_norm, layer.input_norm.weight, hidden);
         case Q_BIAS: return set_bias(model, layer.qkv, {}, heads, data, type);
         case K_BIAS: return set_bias(model, layer.qkv, {heads}, kv, data, type);
         case V_BIAS: return set_bias(model, layer.qkv, {heads + kv}, kv, data, type);
@@ -533,7 +547,7 @@ bool set_tensor(Model& model, const Tensor& tensor) {
 void set_columns(Model& model, int64_t layer, int64_t expert, TensorKind kind, const int32_t* columns) {
     Linear& linear = *matrix_of(model, layer, expert, kind).linear;
     linear.columns.assign(columns, columns + linear.k);
-    if (kind >= EXPERT_GATE) model.layers[layer].experts.has_columns = true;
+    if (kind >= EXPERT_GATE && kind <= EXPERT_DOWN_BIAS) model.layers[layer].experts.has_columns = true;
 }
 
 bool set_rows(Model& model, const GroupedRows& rows) {
@@ -593,11 +607,15 @@ bool set_formats(Model& model, int64_t count, const TensorFormat* formats) {
     };
     model.is_grouped = true;
     bool are_set = true;
-    int64_t heads = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
     for (int64_t i = 0; i < shape.num_layers; i++) {
         Layer& layer = model.layers[i];
-        if (find(i, Q) || find(i, K) || find(i, V))
-            are_set &= set_parts(layer.qkv, {{heads, find(i, Q)}, {kv, find(i, K)}, {kv, find(i, V)}});
+        int64_t heads = layer.shape.attended_size(), kv = layer.shape.kv_size();
+        std::vector<std::pair<int64_t, const GroupedFormat*>> parts{{heads, find(i, Q)}};
+        if (!layer.shape.is_reader) parts.push_back({kv, find(i, K)});
+        if (!layer.shape.is_reader && !layer.shape.is_k_v) parts.push_back({kv, find(i, V)});
+        if (std::any_of(parts.begin(), parts.end(), [](auto& part) { return part.second != nullptr; }))
+            are_set &= set_parts(layer.qkv, parts);
+        are_set &= set_alone(layer.input_gate, INPUT_GATE, i) && set_alone(layer.input_up, INPUT_UP, i);
         are_set &= set_gate_up(layer.gate_up, layer.shape.is_gated, GATE, UP, i);
         are_set &= set_alone(layer.output, O, i) && set_alone(layer.down, DOWN, i);
         for (size_t e = 0; e < layer.experts.each.size(); e++) {

@@ -38,7 +38,16 @@ struct ExpertsShape {
     int32_t has_shared_gate;        // the other network's output is multiplied by a sigmoid
 };
 
+// What each layer gets of a token besides the residual: see step/layer_inputs.h.
+struct LayerInputsShape {  // mirrored by `LayerInputsStruct` in library.py
+    int64_t rows, width;            // of the table, and of a layer's input; width 0: there are none
+    float scale, projection_scale;  // of the table, rounded to the dtype before use, and of the projected residual
+    ActivationKind activation;
+    NormShape norm;  // of the projected residual, and with another weight of what is added
+};
+
 struct LayerShape {  // mirrored by `LayerStruct` in library.py
+    int64_t num_heads, num_kv_heads, head_dim;
     int64_t window;                // keys a query sees, itself included; 0: all
     int64_t intermediate_size;     // of the network that all tokens take; 0: there are experts alone
     int64_t temper_length;         // queries at position p are multiplied by 1 + temper * ln(1 + p / length); 0: not
@@ -51,15 +60,24 @@ struct LayerShape {  // mirrored by `LayerStruct` in library.py
     ActivationKind activation;
     int32_t is_gated;              // activation(gate x) * up x; else activation(up x)
     int32_t is_parallel;           // mixer and feed read the same residual; a missing `pre_feed` is then `pre_mixer`
+    int32_t is_reader;             // of another layer's cache; it writes none
+    int32_t is_k_v;                // values are the keys before norm and rotation
+    int32_t has_output_scale;      // the layer's output is multiplied by a number of the checkpoint
     int32_t is_qk_norm_over_row;   // all heads of a token together; else each head alone
     int32_t is_qk_norm_after_rope;
     int32_t has_weight_per_head;   // the q and k norms have a weight of their own per head
-    NormShape pre_mixer, post_mixer, pre_feed, post_feed, qk_norm;
+    NormShape pre_mixer, post_mixer, pre_feed, post_feed, qk_norm, v_norm;
     ExpertsShape experts;
+
+    int64_t attended_size() const { return num_heads * head_dim; }
+    int64_t kv_size() const { return num_kv_heads * head_dim; }
+    // Columns of the product, and numbers of a token once it has keys and values.
+    int64_t qkv_columns() const { return attended_size() + (is_reader ? 0 : is_k_v ? 1 : 2) * kv_size(); }
+    int64_t qkv_size() const { return attended_size() + 2 * kv_size(); }
 };
 
 struct Shape {  // mirrored by `ShapeStruct` in library.py
-    int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim;
+    int64_t vocab_size, hidden_size, num_layers;
     int64_t num_learned_positions, position_offset;  // rows of the table added to the embedding, and row of position 0
     int32_t dtype;       // FLOAT32 or BFLOAT16: of the computation, and the default of the next three
     int32_t linears;     // storage of the layers' matrices: dtype, INT8 or INT4
@@ -70,6 +88,7 @@ struct Shape {  // mirrored by `ShapeStruct` in library.py
     float embedding_scale;            // rounded to the dtype before use
     float head_scale, head_soft_cap;  // logits = cap * tanh(scale * (W x + b) / cap); cap 0: none
     NormShape embedding_norm, final_norm;
+    LayerInputsShape layer_inputs;
 };
 
 }  // namespace millrace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..api.schema.operation import ENGINE_ERRORS, Operation, json, text
+from ..api.schema.shapes import EngineOfFleet
 from . import shapes
 from .adapters import MAX_TIMEOUT_S, AddAdapterBody, LoadAdapterBody, UnloadAdapterBody
 from .profiler import DEFAULT_S, MAX_S
@@ -38,6 +39,18 @@ OPERATIONS = (
         access="admin",
         answers=json(shapes.FlightFile),
         errors=(*ENGINE_ERRORS, "no_flight_recorder"),
+    ),
+    Operation(
+        method="POST",
+        path="/admin/engines/{id}/drain",
+        name="drainEngine",
+        group="admin",
+        summary="Give an engine of a fleet no new requests; it ends once it has none",
+        access="admin",
+        parameters={"id": "The engine's index or address, as in /server_info"},
+        query={"by": {"type": "string", "enum": ["", "finish", "migrate"], "default": ""}},
+        answers=json(EngineOfFleet),
+        errors=(*ENGINE_ERRORS, "invalid_value", "not_found"),
     ),
     Operation(
         method="POST",

@@ -24,6 +24,7 @@ from .adapters import AdapterAdminRoutes
 from .files import FileRoutes
 from .profiler import Profiler
 
+DRAIN_BY = ("", "finish", "migrate")
 DEFAULT_TRACE_S, MAX_TRACE_S = 30.0, 3_600.0  # on a busy server the trace covers less
 
 log = get_logger("millrace.deploy")
@@ -67,6 +68,7 @@ class AdminRoutes:
             web.post("/admin/cache/reset", self.reset_cache, expect_handler=expect),
             web.get("/admin/trace", self.trace),
             web.post("/admin/flight", self.record_flight, expect_handler=expect),
+            web.post("/admin/engines/{id}/drain", self.drain_engine, expect_handler=expect),
             web.post("/admin/profiler/start", self.profiler.start, expect_handler=expect),
             web.post("/admin/profiler/stop", self.profiler.stop, expect_handler=expect),
             web.get("/admin/files", self._files.files),
@@ -83,6 +85,23 @@ class AdminRoutes:
         freed = await self.service.require_engine().forget_prefixes()
         log.info("cache.reset", freed_blocks=freed)
         return answer({"freed_blocks": freed})
+
+    async def drain_engine(self, request: web.Request) -> web.Response:
+        """Gives an engine of a fleet, named by index or address, no new requests; it ends once it has none."""
+        named, by = request.match_info["id"], request.query.get("by", "")
+        if by not in DRAIN_BY:
+            raise ApiError("invalid_value", f"by = {by}: must be finish or migrate", param="by")
+        engine = self.service.require_some_engine()
+        found = [one["index"] for one in engine.engines if named in (str(one["index"]), one["address"])]
+        if not found:
+            count = len(engine.engines)
+            message = (
+                f"engine {named}: must be the index or the address of one of the {count} engines in GET /server_info"
+            )
+            raise ApiError("not_found", message, param="id")
+        engine.drain_engine(found[0], by)
+        log.info("engine.drain_asked", engine=found[0], by=by)
+        return answer(next(one for one in engine.engines if one["index"] == found[0]))
 
     async def record_flight(self, request: web.Request) -> web.Response:
         """Writes a flight file, as after a stall or a crash."""

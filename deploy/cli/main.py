@@ -179,6 +179,11 @@ def _add_engine(commands: Any) -> None:
     fleet.add_argument("--listen", required=True, metavar="HOST:PORT", help=text)
     text = "port for /health and /metrics, on the same host (default: none)"
     fleet.add_argument("--metrics-port", type=int, metavar="PORT", help=text)
+    text = (
+        "what becomes of requests when the engine is to stop: finish: they end here; migrate: fronts send them to "
+        "other engines at once, where they go on (default: finish)"
+    )
+    fleet.add_argument("--drain-by", choices=("finish", "migrate"), default="finish", help=text)
     _add_common(engine)
     _add_engine_flags(engine, LOGGING | {"shutdown_timeout_s"})
 

@@ -102,6 +102,9 @@ class Core(Protocol):
     def engines(self) -> list[dict[str, Any]]:
         """As `Engine.engines`."""
 
+    def drain_engine(self, index: int, by: str) -> None:
+        """As `Engine.drain_engine`."""
+
     def is_stopped_by(self, stall: Stall) -> bool:
         """As `Engine.is_stopped_by`."""
 

@@ -389,6 +389,15 @@ class Engine(ClientApi):
         """Each engine process of a fleet: index, pid, state, reason if it does not serve, counts, work in tokens."""
         return self.core.engines
 
+    def drain_engine(self, index: int, by: str = "") -> None:
+        """Gives an engine process of a fleet no new requests; it ends once it has none, and another one starts.
+
+        `by` "finish": its requests end there; "migrate": they go on in the others at once; "": as that engine's
+        settings say. An engine elsewhere is drained of the requests of all its fronts, and its machine starts the next
+        one. Raises `LookupError` if there is none of this index.
+        """
+        self.core.drain_engine(index, by)
+
     def is_stopped_by(self, stall: Stall) -> bool:
         """Whether no request can go on while this stall lasts; not if another engine process serves."""
         return self.core.is_stopped_by(stall)

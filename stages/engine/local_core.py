@@ -133,6 +133,9 @@ class LocalCore:
     def engines(self) -> list[dict[str, Any]]:
         return []
 
+    def drain_engine(self, index: int, by: str) -> None:
+        raise LookupError("the engine runs in this process, and there is no other one for its requests")
+
     def is_stopped_by(self, stall: Stall) -> bool:
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -101,6 +102,8 @@ class CoreKeeper(ProcessKeeper):
         return client
 
     async def _replace(self, pid: int | None, how: str) -> EngineClient | None:
+        if self._core.is_parting:
+            await asyncio.Future[None]()  # it is no death, and this keeper is about to be stopped
         began_s, how = self._note_death(pid, how)
         self._requests.hold(lambda prompt: False)  # what is kept for it goes to another one
         self._requests.release()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
@@ -15,6 +17,15 @@ LOOK_S = 0.02  # between two looks at the requests of a process
 log = get_logger("millrace.stages")
 
 
+@dataclass(slots=True)
+class Departure:
+    """How a process goes: `moves` its requests to others as soon as one takes requests, or `at_once`."""
+
+    task: asyncio.Task[None]
+    moves: bool = False
+    at_once: bool = False
+
+
 class Departures:
     """Ends the use of engine processes. `on_parted` is called with each whose link is closed."""
 
@@ -22,24 +33,48 @@ class Departures:
         self, env: Env, table: FleetRequests, cores: CoreSet, on_parted: Callable[[EngineCore], object]
     ) -> None:
         self._env, self._table, self._cores, self._on_parted = env, table, cores, on_parted
+        self._departures: dict[int, Departure] = {}
 
-    async def finish(self, core: EngineCore, limit_s: float | None = None) -> None:
-        """Gives a process no new requests, and closes its link once it has none.
+    def begin(self, core: EngineCore, *, moves: bool = False, at_once: bool = False) -> asyncio.Task[None]:
+        """From now on a process gets no new requests; its link is closed once it has none, or they have moved.
 
-        After `limit_s` its requests go on in other processes, as soon as one takes requests.
+        Returns the task of that. Called again, it adds to what was said.
         """
         core.is_draining = True
+        core.is_parting |= at_once
         self._cores.note_change()
-        began_s = self._env.now()
-        while not self._table.is_idle(core.index):
-            if limit_s is not None and self._env.now() - began_s >= limit_s and self._cores.serving():
+        departure = self._departures.get(core.index)
+        if departure is None:
+            name = f"departure of engine {core.index}"
+            task = asyncio.get_running_loop().create_task(self._part_in_time(core), name=name)
+            departure = self._departures[core.index] = Departure(task)
+        departure.moves |= moves
+        departure.at_once |= at_once
+        return departure.task
+
+    async def stop(self) -> None:
+        """Ends its tasks. Idempotent."""
+        tasks = [departure.task for departure in self._departures.values()]
+        self._departures.clear()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _part_in_time(self, core: EngineCore) -> None:
+        departure = self._departures[core.index]
+        while not (departure.at_once or self._table.is_idle(core.index)):
+            if departure.moves and self._cores.serving():
                 break
             await self._env.sleep(LOOK_S)
-        await self.part(core)
+        await self._part(core)
+        self._departures.pop(core.index, None)
+        self._on_parted(core)
 
-    async def part(self, core: EngineCore) -> None:
+    async def _part(self, core: EngineCore) -> None:
         """Closes the link of a process. Requests that are there go on in others, where they stopped."""
         num_moved = self._table.load_of(core.index).num_requests
+        core.is_parting = True
         keeper, core.keeper = core.keeper, None
         if keeper is not None:
             await keeper.stop()
@@ -51,4 +86,3 @@ class Departures:
         self._table.note_departure(core.index)
         core.forget_process()
         log.info("engine_process.parted", engine=core.index, num_moved=num_moved)
-        self._on_parted(core)

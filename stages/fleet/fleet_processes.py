@@ -31,7 +31,7 @@ from ..split.engine_core import CoreOwner, EngineCore
 from ..split.front import CORE, FrontStages
 from ..split.process_client import EngineClient
 from ..split.processes import STALL_S, Gone, StartAgain
-from ..split.protocol import EngineReady
+from ..split.protocol import Drain, EngineReady
 from .core_keeper import CoreKeeper
 from .core_set import CoreSet
 from .departures import Departures
@@ -90,6 +90,7 @@ class FleetProcesses:
         self._set = CoreSet(self.cores, self.table, self.router)
         self._departures = Departures(setup.env, self.table, self._set, self._parted)
         self._members = set(self.hosts.present())  # places with a process, or that wait for one
+        self._leaving: set[int] = set()  # places that become free
         self._make_keeper: Callable[[EngineCore], CoreKeeper] | None = None
         self.adapters = FleetAdapters(self.cores, self._core_changed)
 
@@ -194,7 +195,8 @@ class FleetProcesses:
 
     def _keep(self, core: EngineCore) -> None:
         """From now on the process is replaced when it dies; one that is not there is started."""
-        assert self._make_keeper is not None
+        if self._make_keeper is None:
+            return  # the fleet stops
         is_there = core.ready is not None and core.client is not None
         core.keeper = self._make_keeper(core)
         core.keeper.start(core.client if is_there else None)
@@ -206,11 +208,38 @@ class FleetProcesses:
         self._keep(self.cores[index])
 
     async def leave(self, index: int) -> None:
-        await self._departures.finish(self.cores[index])
-        self._members.discard(index)
+        if self._make_keeper is None:
+            return
+        self._leaving.add(index)
+        await asyncio.wait([self._departures.begin(self.cores[index])])
+
+    def drain(self, index: int, by: str) -> None:
+        if index not in self._members:
+            raise LookupError(f"there is no engine {index}")
+        core = self.cores[index]
+        if self.hosts.drain_themselves and core.is_serving:
+            core.is_draining = True
+            core.post(Drain(by))  # it tells all its fronts
+        else:
+            self._departures.begin(core, moves=by == "migrate")
+
+    def note_draining(self, core: EngineCore, *, migrates: bool) -> None:
+        core.is_draining = True
+        if migrates and self._front is not None:
+            self._departures.begin(core, moves=True)
+
+    def note_gone(self, core: EngineCore) -> None:
+        if self._front is not None:
+            self._departures.begin(core, at_once=True)
 
     def _parted(self, core: EngineCore) -> None:
+        """The link of a process is closed by plan: the place is free, or gets a successor."""
         self.note_lost(core)
+        if core.index in self._leaving:
+            self._leaving.discard(core.index)
+            self._members.discard(core.index)
+        else:
+            self._keep(core)
         self._core_changed()
 
     async def start_again(self, core: EngineCore, prepare: Callable[[], Awaitable[object]]) -> EngineClient:
@@ -229,8 +258,10 @@ class FleetProcesses:
         return client
 
     async def stop_keepers(self) -> None:
+        self._make_keeper = None
         if self.resuming is not None:
             await self.resuming.stop()
+        await self._departures.stop()
         for core in self.cores:
             if core.keeper is not None:
                 await core.keeper.stop()
@@ -243,9 +274,11 @@ class FleetProcesses:
 
     @property
     def away(self) -> Health | None:
-        if any(core.is_serving for core in self.cores):
+        serving, present = [core for core in self.cores if core.is_serving], self._present
+        if any(not core.is_draining for core in serving) or (serving and not self.hosts.drain_themselves):
             return None
-        present = self._present
+        if serving:
+            return Health("loading", stage="engine", reason="the engines take no new requests, and stop")
         if not present:
             return Health("loading", stage="engine", reason="no engine is named; one that is named is reached soon")
         reasons = [core.keeper.away for core in present if core.keeper is not None and core.keeper.away is not None]

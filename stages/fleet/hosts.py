@@ -46,6 +46,10 @@ class Hosts(Protocol):
     def places(self) -> Sequence[Place]:
         """The share of the process at each place."""
 
+    @property
+    def drain_themselves(self) -> bool:
+        """Whether a process ends by itself when it is to drain; else this one ends it, and starts another."""
+
     def present(self) -> Sequence[int]:
         """The places that are not free. Called before `follow`."""
 
@@ -89,6 +93,8 @@ MakeHosts = Callable[[EngineSetup], Hosts]
 
 class FixedHosts:
     """The part of `Hosts` where all processes are started by this one, and stay."""
+
+    drain_themselves = False
 
     def places(self) -> Sequence[Place]:
         raise NotImplementedError

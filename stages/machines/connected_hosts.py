@@ -55,6 +55,7 @@ class ConnectedHosts:
     """See `Hosts`. An engine that is away is dialled until it is there again, with longer and longer pauses."""
 
     setting, inline = "--engine", "`millrace serve` on one machine"
+    drain_themselves = True
 
     def __init__(
         self,

@@ -50,6 +50,7 @@ from ..split.protocol import (
     Crashed,
     Draining,
     EngineReady,
+    Gone,
     NotStarted,
     RequestFailed,
     ServiceTimes,
@@ -65,6 +66,7 @@ LINK_TIMEOUT_S = 10.0  # without a sign of life of the other end; a front has th
 KEYS_AT_ONCE = 4096  # of a message with the keys that are held already
 
 State = Literal["loading", "ready", "draining", "dead", "stopped"]
+DrainBy = Literal["finish", "migrate"]
 
 log = get_logger("millrace.stages")
 
@@ -73,7 +75,7 @@ class EngineServer:
     """Loads the model once, and serves the fronts that `take` gets. Call `start`, in the end `aclose`.
 
     `prefix_key` names blocks, the same for all engines that a front routes between; None: no front knows what is
-    cached. `ended` is set when the step loop is dead.
+    cached. `ended` is set when the step loop is dead, and `drain_asked` when a front wants the engine to drain.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class EngineServer:
         self.state: State = "loading"
         self.reason = "the model is loading"
         self.ended = asyncio.Event()
+        self.drain_asked = asyncio.Event()
+        self.asked_by = ""  # as in `Drain`
         self.phases = Phases(env.now)
         self.fronts: dict[int, FrontLink] = {}  # all links, also of fronts that have not said what they are
         self.num_fronts_gone = 0
@@ -374,14 +378,24 @@ class EngineServer:
 
     # -- the end
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Tells all fronts to send no new requests, and waits for those that are here. Returns whether all ended."""
+    def ask_drain(self, by: str) -> None:
+        """See `FrontOwner`."""
+        self.asked_by = by
+        self.drain_asked.set()
+
+    async def drain(self, timeout_s: float, by: DrainBy = "finish") -> bool:
+        """Tells all fronts to send no new requests, and waits for those that are here. Returns whether all ended.
+
+        By "migrate" the fronts take their requests back at once, if another engine takes requests, or as soon as one
+        does.
+        """
         if self.state == "ready":
             self.state, self.reason = "draining", "the engine stops once its requests have ended"
-        for front in self.fronts.values():
-            front.post(Draining())
+        for front in list(self.fronts.values()):
+            if by == "finish" or not front.post(Draining(migrates=True)):
+                front.post(Draining())
             front.flush()
-        log.info("engine.draining", live=self.num_live, num_fronts=len(self.fronts), timeout_s=timeout_s)
+        log.info("engine.draining", live=self.num_live, num_fronts=len(self.fronts), timeout_s=timeout_s, by=by)
         emptied = asyncio.ensure_future(self._exit.wait_until_empty())
         ended = asyncio.ensure_future(self.ended.wait())
         await asyncio.wait([emptied, ended], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -389,6 +403,10 @@ class EngineServer:
         for task in (emptied, ended):
             task.cancel()
         await asyncio.wait([emptied, ended])
+        if self.state != "dead":
+            for front in list(self.fronts.values()):
+                front.post(Gone())
+                front.flush()
         return is_empty
 
     async def aclose(self) -> None:

@@ -20,6 +20,7 @@ from ..messages import StepTokens, TokenRequest
 from ..split.protocol import (
     CODEC,
     ControlCauses,
+    Drain,
     DropAdapter,
     ReadAdapter,
     RequestsEnded,
@@ -53,6 +54,9 @@ class FrontOwner(Protocol):
 
     def answer(self, front: FrontLink, query: StatusQuery) -> StatusReply:
         """The answer to a question."""
+
+    def ask_drain(self, by: str) -> None:
+        """A front wants the engine to take no new requests, and to end; as in `Drain`."""
 
     def refused(self, front: FrontLink, step: StepTokens, error: WireError) -> None:
         """A step cannot be encoded for the front."""
@@ -140,6 +144,8 @@ class FrontLink:
                     self.post(StatusReply(word.number, error="the answer cannot be sent; see the engine's log"))
             case ReadAdapter():
                 self.post(StatusReply(word.number, error="an engine of several fronts serves no adapters"))
+            case Drain():
+                self._owner.ask_drain(word.by)
             case DropAdapter():
                 pass  # it has none
             case Stop():

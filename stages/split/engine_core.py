@@ -92,7 +92,8 @@ class EngineCore:
         self.client: EngineClient | None = None
         self.keeper: ProcessKeeper | None = None
         self.ready: EngineReady | None = None  # what the present process told at its start
-        self.is_draining = False  # it takes no new requests, by its own word
+        self.is_draining = False  # it takes no new requests
+        self.is_parting = False  # its link ends by plan
         self.report: CoreReport | None = None  # the last one
         self.last_granted = -1  # step, by the last report
         self.adapters = RemoteAdapters(lambda: self.client)
@@ -124,7 +125,7 @@ class EngineCore:
             self.files = [shared_file(ring_bytes()) for _ in range(NUM_RINGS)]
         env = self._owner.env
         began_s = env.now()
-        self.is_draining = False
+        self.is_draining = self.is_parting = False
         client = self.client = EngineClient(
             self.requests,
             self.tokens,
@@ -221,8 +222,9 @@ class EngineCore:
 
     def forget_process(self) -> None:
         """The process has gone by plan: nothing of it concerns the next one, but the numbers of its steps."""
-        self.ready = self.report = self._model_files = None
-        self.is_draining, self._num_silent_checks = False, 0
+        self.ready = self.report = None
+        self.is_draining = self.is_parting = False
+        self._num_silent_checks = 0
 
     # -- supervision
 

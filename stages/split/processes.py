@@ -85,6 +85,11 @@ class Processes(Protocol):
     def engines(self) -> list[dict[str, Any]]: ...
 
     def note_lost(self, core: EngineCore) -> None: ...  # nothing comes from the process any more
+    def note_draining(self, core: EngineCore, *, migrates: bool) -> None:
+        """A process takes no new requests; or, if it `migrates` them, none at all."""
+
+    def note_gone(self, core: EngineCore) -> None: ...  # a process closes its link by plan
+    def drain(self, index: int, by: str) -> None: ...  # as `Engine.drain_engine`
     def requests_of(self, core: EngineCore, live: Iterable[str]) -> list[str]:
         """Those of the live requests that are in a process."""
 
@@ -176,6 +181,15 @@ class OneProcess:
 
     def note_lost(self, core: EngineCore) -> None:
         """Does nothing: the keeper notices when the process has ended."""
+
+    def note_draining(self, core: EngineCore, *, migrates: bool) -> None:
+        """Does nothing: there is no other one."""
+
+    def note_gone(self, core: EngineCore) -> None:
+        """Does nothing: the keeper notices when the process has ended."""
+
+    def drain(self, index: int, by: str) -> None:
+        raise LookupError("there is one engine process, and no other one for its requests")
 
     def requests_of(self, core: EngineCore, live: Iterable[str]) -> list[str]:
         return list(live)

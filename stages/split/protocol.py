@@ -1,9 +1,9 @@
 """The messages between front process and engine process, besides the items of channels.
 
     Setup, RequestsEnded, ControlCauses, StatusQuery,
-    ReadAdapter, DropAdapter, Stop                             front  -> engine
+    ReadAdapter, DropAdapter, Drain, Stop                      front  -> engine
     EngineReady, ModelLoading, NotStarted, RequestFailed,
-    ServiceTimes, Admitted, Crashed, Broken, Draining, StatusReply,
+    ServiceTimes, Admitted, Crashed, Broken, Draining, Gone, StatusReply,
     CoreReport, EngineLoad, KeyChange                                                    engine -> front
 
 Plain data. The items are `TokenRequest` and `StepTokens`, from `stages/messages.py`. `CODEC` lists all types sent.
@@ -96,8 +96,22 @@ class Stop:
 
 
 @message
+class Drain:
+    """An engine of several fronts is to take no new requests from now on, and to end once it has none."""
+
+    by: str = ""  # "finish": its requests end there, "migrate": they go on elsewhere; "": as its settings say
+
+
+@message
 class Draining:
     """The engine takes no new requests, and ends once those that it has are over."""
+
+    migrates: bool = False  # the front is to take them back now, and to send them elsewhere with their answers so far
+
+
+@message
+class Gone:
+    """The engine closes the link now, by plan. The requests that it has left go on elsewhere."""
 
 
 @message
@@ -252,7 +266,8 @@ CODEC = Codec(
     [
         *(TokenRequest, AdapterRef, StepTokens, Started, TopLogprobs, Pooled, Begun, PromptLogprobs, PromptProgress),
         *(SamplingParams, CandidateParams, PoolingParams, StructuredOutputs, ThinkingSection, ThinkingBudget),
-        *(Setup, EngineReady, ModelLoading, LoadState, NotStarted, Stop, Broken, Draining, Crashed, EngineConfig),
+        *(Setup, EngineReady, ModelLoading, LoadState, NotStarted, Stop, Broken, Crashed, EngineConfig),
+        *(Drain, Draining, Gone),
         *(ModelInfo, WeightUse, Rates, MemoryTable, MemoryUse, MachineMemory, PoolingConfig, CaptureReport, GraphBatch),
         *(RequestsEnded, ControlCauses, RequestFailed, ServiceTimes, Admitted, StatusQuery, StatusReply, Fault),
         *(ReadAdapter, AdapterCard, DropAdapter, EngineLoad, StepTimeCosts, KeyChange),

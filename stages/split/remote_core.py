@@ -51,6 +51,7 @@ from .protocol import (
     ControlCauses,
     Crashed,
     Draining,
+    Gone,
     ModelLoading,
     RequestFailed,
     RequestsEnded,
@@ -233,6 +234,9 @@ class RemoteCore:
     def engines(self) -> list[dict[str, Any]]:
         return self.processes.engines
 
+    def drain_engine(self, index: int, by: str) -> None:
+        self.processes.drain(index, by)
+
     def is_stopped_by(self, stall: Stall) -> bool:
         return self.front is None or self.processes.is_stopped_by(stall, self.front.pipeline)
 
@@ -284,14 +288,16 @@ class RemoteCore:
                 self._setup.load_progress.follow(word.state)
             return
         if isinstance(word, Draining):
-            core.is_draining = True
-            log.info("engine_process.draining", engine=core.index)
+            log.info("engine_process.draining", engine=core.index, migrates=word.migrates)
+            return self.processes.note_draining(core, migrates=word.migrates)
+        if isinstance(word, Gone):
+            return self.processes.note_gone(core)
         if isinstance(word, KeyChange):  # also before the start: an engine of several fronts has cached blocks then
             self.processes.note_router_report(core, word)
         if (front := self.front) is None:
             return  # not started yet, or stopped
         match word:
-            case Draining() | KeyChange():
+            case KeyChange():
                 pass
             case CoreReport():
                 core.note_report(word)

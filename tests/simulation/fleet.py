@@ -2,8 +2,8 @@
 
 All processes share one simulated loop; the engine processes, their clients and links are the real ones (see
 `memory_link.py`). A run draws strikes: a process dies at once, a link breaks, stands still one way or both, or is slow,
-starts fail, and a request kills each process that runs it. Answers are hashes, so the right one is known. The checks
-besides those of `world.py`:
+starts fail, a process is drained, and a request kills each process that runs it. Answers are hashes, so the right one
+is known. The checks besides those of `world.py`:
 
     I15  a request is in no more than one process whose link is open, and in none that is known to be lost
     I16  at rest no process knows a request, the front's table is empty, and its index has the keys that each process
@@ -55,6 +55,8 @@ STRIKES = (
     "core.slow",
     "start.fails",
     "front.slow",
+    "core.drain",
+    "core.migrate",
 )
 POISON = "request.poison"
 TICK_S = 0.5  # between two checks of the front whether its processes make progress
@@ -220,6 +222,9 @@ class FleetWorld(World):
         match strike.kind:
             case "core.die":
                 child.kill()
+            case "core.drain" | "core.migrate":
+                by = "finish" if strike.kind == "core.drain" else "migrate"
+                self.engine.drain_engine(core.index, by)
             case "front.slow":
                 self.slow_until_s = self.env.now() + min(strike.seconds, 1.0)
             case "link.cut":

@@ -50,3 +50,16 @@ class Error(Shape):
     """The body of every error answer, and the data of the event before [DONE] in a failed stream."""
 
     error: ErrorInfo
+
+
+class EngineOfFleet(Shape):
+    """One of several engine processes. Its work is in tokens of prompts."""
+
+    index: Count
+    address: str | None  # of an engine elsewhere
+    pid: Count | None
+    state: Literal["ready", "loading", "draining", "dead"]
+    reason: str | None  # why it takes no requests
+    num_deaths: Count
+    num_requests: Count
+    work: Count

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from ....runtime.env.env import LiveEnv
@@ -19,13 +19,15 @@ from ....runtime.processes.tcp import TcpListener
 from ....stages.config import EngineConfig
 from ....stages.engine.warm_up import warm_up
 from ....stages.errors import ConfigError
-from ....stages.machines.engine_server import EngineServer
+from ....stages.machines.engine_server import DrainBy, EngineServer
 from ....stages.machines.route_engine import warm_up_own
 from ...config import ServerConfig
 from .. import standard_streams
 from ..serve import STOP_S, StopSignals
 from .addresses import parse_address, prefix_key, read_key
 from .engine_pages import EnginePages
+
+ASKED: Mapping[str, DrainBy] = {"finish": "finish", "migrate": "migrate"}
 
 log = get_logger("millrace.deploy")
 
@@ -35,7 +37,9 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     configure(server_config.log_format, server_config.log_level)
     address, key = parse_address("--listen", options.listen), read_key(options.fleet_key_file)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        code, is_device_lost = runner.run(_live(engine_config, server_config, address, key, options.metrics_port))
+        code, is_device_lost = runner.run(
+            _live(engine_config, server_config, address, key, options.metrics_port, options.drain_by)
+        )
     if is_device_lost:
         os._exit(code)  # at once: the driver's own end may wait for the device
     return code
@@ -47,6 +51,7 @@ async def _live(
     address: tuple[str, int],
     key: FleetKey | None,
     metrics_port: int | None,
+    drain_by: DrainBy,
 ) -> tuple[int, bool]:
     manager = ServiceManager.take(os.environ)
     env = LiveEnv(config.seed)
@@ -68,7 +73,7 @@ async def _live(
             stop.on_early = None
             _print_ready(listener, pages)
             manager.ready(f"listening on {_text(listener.address)}")
-            code = await _run(engine, listener, stop, server_config.shutdown_timeout_s, manager)
+            code = await _run(engine, listener, stop, server_config.shutdown_timeout_s, drain_by, manager)
     except asyncio.CancelledError:
         if not stop.event.is_set():
             raise
@@ -83,10 +88,15 @@ async def _live(
 
 
 async def _run(
-    engine: EngineServer, listener: TcpListener, stop: StopSignals, timeout_s: float, manager: ServiceManager
+    engine: EngineServer,
+    listener: TcpListener,
+    stop: StopSignals,
+    timeout_s: float,
+    drain_by: DrainBy,
+    manager: ServiceManager,
 ) -> int:
-    """Serves until a signal, and then drains; or until the step loop is dead."""
-    ends = [asyncio.ensure_future(stop.event.wait()), asyncio.ensure_future(engine.ended.wait())]
+    """Serves until a signal or the word of a front, and then drains; or until the step loop is dead."""
+    ends = [asyncio.ensure_future(event.wait()) for event in (stop.event, engine.drain_asked, engine.ended)]
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -98,7 +108,8 @@ async def _run(
         return 1
     manager.stopping()
     await listener.aclose()
-    is_clean = await engine.drain(timeout_s)
+    asked: DrainBy | None = None if stop.event.is_set() else ASKED.get(engine.asked_by)
+    is_clean = await engine.drain(timeout_s, asked or drain_by)
     log.info("engine.stopped", is_clean=is_clean)
     return 0
 

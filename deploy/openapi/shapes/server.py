@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ...api.schema.shapes import Count, Shape
+from ...api.schema.shapes import Count, EngineOfFleet, Shape
 
 
 class Model(Shape):
@@ -205,19 +205,6 @@ class Blocks(Shape):
     num_slabs: Count | None = None  # this and the next: with several kinds of memory
     slab_bytes: Count | None = None
     kinds: list[BlocksOfKind] | None = None
-
-
-class EngineOfFleet(Shape):
-    """One of several engine processes. Its work is in tokens of prompts."""
-
-    index: Count
-    address: str | None  # of an engine elsewhere
-    pid: Count | None
-    state: Literal["ready", "loading", "draining", "dead"]
-    reason: str | None  # why it takes no requests
-    num_deaths: Count
-    num_requests: Count
-    work: Count
 
 
 class Process(Shape):

@@ -42,6 +42,12 @@ def test_a_reset_frees_what_was_cached_and_counts_it(admin_server: RunningServer
     assert f'"freed_blocks":{cached}' in admin_server.errors()
 
 
+@pytest.mark.parametrize(("query", "status", "code"), [("", 404, "not_found"), ("?by=force", 400, "invalid_value")])
+def test_only_an_engine_of_a_fleet_is_drained(admin_server: RunningServer, query: str, status: int, code: str):
+    answer = admin_server.get(f"/admin/engines/0/drain{query}", ADMIN, "POST")
+    assert (answer.status, answer.json["error"]["code"]) == (status, code)
+
+
 def test_requests_under_way_go_on_through_a_reset(admin_server: RunningServer):
     body = {"prompt": "once" * 20, "temperature": 0, "max_tokens": 60, "cache_salt": "undisturbed"}
     alone = admin_server.post(TEXT, body).json["choices"][0]["text"]

@@ -26,7 +26,7 @@ from millrace.stages.testing.scripted.script import Script
 KEY = b"k" * 16
 CONFIG = replace(SMALL, max_num_seqs=8)
 SCRIPT = Script()
-LONG = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 

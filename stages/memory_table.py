@@ -75,7 +75,7 @@ class MemoryTable:
     def num_longest(self) -> int:
         """Sequences of `max_model_len` tokens that the cache holds at once."""
         if self.layout is not None:
-            return num_sequences(self.layout, self.max_model_len)
+            return self.layout.num_at_once(self.max_model_len)
         return self.num_blocks // -(-self.max_model_len // self.block_size)
 
     def row(self, name: str) -> MemoryUse:
@@ -137,13 +137,6 @@ class MemoryTable:
             lines += [_line(row.name, row.num_bytes, row.what) for row in self.rows if row.place == "host"]
             lines.append(_line("host total", self.host_bytes, f"of {human(machine.host_free_bytes)} free"))
         return lines
-
-
-def num_sequences(layout: KVLayout, length: int, chunk: int = 1) -> int:
-    """Sequences of `length` tokens that a cache holds at once, of which a step computes `chunk` tokens each."""
-    if len(layout.kinds) == 1:
-        return layout.num_blocks[0] // layout.most_blocks(0, length, chunk)
-    return layout.num_slabs // layout.slabs_of_one(length, chunk)
 
 
 def _to_json(layout: KVLayout) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..kernels.layout.kv_layout import KVRoom
 from ..runtime.message import Moment, message
 from .params import SamplingParams
 from .pooling_params import PoolingParams
@@ -153,6 +154,7 @@ class PlanReport:
     swapped: Mapping[int, int] = field(default_factory=dict)
     is_void: bool = False
     is_reset: bool = False  # allocate lost its state in a crash: no slot has blocks any more
+    kv_room: KVRoom | None = None  # of several kinds: what each can still get, once the steps in flight are done
 
 
 class Direction(enum.IntEnum):

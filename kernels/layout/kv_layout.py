@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,6 +99,19 @@ class KVLayout:
         needs = [self.most_blocks(kind, num_tokens, chunk) for kind in range(len(self.kinds))]
         return sum(-(-need // size) for need, size in zip(needs, self.blocks_per_slab, strict=True))
 
+    def num_at_once(self, num_tokens: int, chunk: int = 1) -> int:
+        """Sequences of `num_tokens` tokens each that the cache holds at once, of which a step computes `chunk` each."""
+        needs = [self.most_blocks(kind, num_tokens, chunk) for kind in range(len(self.kinds))]
+        if len(needs) == 1:
+            return self.num_blocks[0] // needs[0]
+        low, high = 0, self.num_slabs * max(self.blocks_per_slab)
+        while low < high:  # they share slabs, of which each kind has whole ones
+            count = (low + high + 1) // 2
+            pairs = zip(needs, self.blocks_per_slab, strict=True)
+            is_there = sum(-(-count * need // size) for need, size in pairs) <= self.num_slabs
+            low, high = (count, high) if is_there else (low, count - 1)
+        return low
+
     def num_tokens_at(self, length: int) -> int:
         """Tokens that the cache holds in sequences of `length` tokens each, by the share that each takes of a slab."""
         needs = [self.most_blocks(kind, length) for kind in range(len(self.kinds))]
@@ -155,6 +168,39 @@ class KVLayout:
         places = _places(kinds) if place is None else place
         num_blocks = tuple(num_slabs * size for size in sizes)
         return cls(tuple(kinds), block_size, slab_bytes, num_slabs, sizes, num_blocks, tuple(places))
+
+
+class KVRoom(NamedTuple):
+    """What a cache of K kinds can still give: blocks that kinds have, and slabs that move between them."""
+
+    own: tuple[int, ...]  # [K] blocks in slabs of each kind that are free, or will be once the steps in flight are done
+    idle: tuple[int, ...]  # [K] slabs that each kind can give up at most
+    num_unlent: int  # slabs that no kind has
+    blocks_per_slab: tuple[int, ...]  # [K]
+
+    def fits(self, needs: Sequence[int]) -> bool:
+        """Whether each kind can have its `needs`, [K] blocks."""
+        return self._num_left(needs) >= 0
+
+    def most_of_first(self, needs: Sequence[int]) -> int:
+        """The most blocks of kind 0 that fit beside the `needs` of the others, [K], of which the first is not read.
+
+        -1 if the others do not fit.
+        """
+        left = self._num_left([self.own[0], *needs[1:]])
+        if left >= 0:
+            return self.own[0] + left * self.blocks_per_slab[0]
+        kept = self.own[0] // self.blocks_per_slab[0]  # slabs of it that others could have, if they are idle
+        if kept < -left or self.idle[0] < -left:
+            return -1
+        return self.own[0] + left * self.blocks_per_slab[0]
+
+    def _num_left(self, needs: Sequence[int]) -> int:
+        """Slabs that are left, or could be lent, once each kind has its `needs`; negative: so many are lacking."""
+        left = self.num_unlent
+        for need, has, idle, size in zip(needs, self.own, self.idle, self.blocks_per_slab, strict=True):
+            left += min((has - need) // size, idle)  # rounded down, so that a lack counts as a whole slab
+        return left
 
 
 def _blocks_in(block_bytes: int, slab_bytes: int) -> int:

@@ -333,6 +333,7 @@ class Allocator:
             swapped=hand.swapped,
             is_void=is_void,
             is_reset=is_reset,
+            kv_room=None if slabs is None else slabs.left,
         )
 
     # -- after a crash

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...kernels.layout.kv_layout import RUN_TOKENS, KVLayout
+from ...kernels.layout.kv_layout import RUN_TOKENS, KVLayout, KVRoom
 from ..messages import Indices, Ints
 from .block_pool import ABSENT, CACHED, FREE, IN_USE, QUARANTINED, BlockPool
 
@@ -33,6 +33,7 @@ class SlabPool:
         self.unlent = list(reversed(range(layout.num_slabs)))  # the last is next
         self.pools = tuple(KindPool(self, layout, kind) for kind in range(len(layout.kinds)))
         self._reserved: list[tuple[KindPool, int]] = []  # slabs lent for the plan in hand
+        self._blocks_per_slab = layout.blocks_per_slab
         self._block_bytes = [kind.block_bytes for kind in layout.kinds]
 
     @property
@@ -107,6 +108,17 @@ class SlabPool:
         for pool, slab in reserved:
             if pool.is_lent[slab]:
                 pool.give_back_if_free(slab)
+
+    @property
+    def left(self) -> KVRoom:
+        """What the kinds can still get, once the steps in flight are done."""
+        pools = self.pools
+        return KVRoom(
+            tuple([pool.num_own + pool.num_quarantined for pool in pools]),
+            tuple([pool.num_idle if pool.num_cached else 0 for pool in pools]),
+            len(self.unlent),
+            self._blocks_per_slab,
+        )
 
     def room(self, most: Sequence[int]) -> tuple[int, int]:
         """Blocks of kind 0 that one more sequence could get, with as many of each other kind, or `most` of that.

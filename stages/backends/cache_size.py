@@ -17,7 +17,7 @@ from ...runtime.env.cgroups import memory_left, memory_limit, read
 from ...runtime.env.limits import LIMIT_FLAGS, address_space_left
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..memory_table import MachineMemory, MemoryTable, MemoryUse, human, num_sequences
+from ..memory_table import MachineMemory, MemoryTable, MemoryUse, human
 from ..request_limits import longest_sequence
 
 CPU_SHARE = 0.25  # of free memory, at most, for the cache of an engine on a CPU
@@ -123,7 +123,7 @@ class CacheSizing:
         A sequence that it does not hold could never finish.
         """
         if (layout := self.layout(max_model_len)) is not None:
-            return num_sequences(layout, max_model_len, self._least_chunk(max_model_len)) > 0
+            return layout.num_at_once(max_model_len, self._least_chunk(max_model_len)) > 0
         return longest_sequence(self.num_blocks(max_model_len), self.config.block_size) >= max_model_len
 
     def _least_chunk(self, length: int) -> int:
@@ -264,7 +264,7 @@ class CacheSizing:
 
 def _about_layout(layout: KVLayout, max_model_len: int, kept: str, num_uniform: int) -> str:
     """`num_uniform`: tokens that the same memory holds if all layers keep all tokens."""
-    num_tokens, num_at_once = layout.num_tokens_at(max_model_len), num_sequences(layout, max_model_len)
+    num_tokens, num_at_once = layout.num_tokens_at(max_model_len), layout.num_at_once(max_model_len)
     first, *others = (
         f"{len(kind.layers)}{{}} {'all tokens' if kind.window is None else f'the last {kind.window}'}"
         for kind in layout.kinds

@@ -6,6 +6,7 @@ are the tables of runner and sampler, the buffers of an asynchronous device, and
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 
 from ...kernels.layout.kv_layout import KVLayout
@@ -126,10 +127,15 @@ def layouts(
 def positions_that_fit(config: EngineConfig, shape: DecoderSpec, max_model_len: int, device: str) -> int:
     """`max_model_len`, or with `auto` what the free host memory can hold at most, before tables for it are made.
 
-    Counts the rotary tables, and on a CPU keys and values of one sequence. Raises `ConfigError` for more.
+    Counts the rotary tables, and on a CPU keys and values of one sequence, of which windows keep the last. Raises
+    `ConfigError` for more.
     """
-    cached = shape.cached_numbers if device == "cpu" else 0
-    most = free_host_share(config) // max(1, 2 * tables_bytes(shape, 1) + cached)
+    free, of_tables = free_host_share(config), max(1, 2 * tables_bytes(shape, 1))
+
+    def needed(length: int) -> int:
+        return length * of_tables + (cached_of_one(shape, length) if device == "cpu" else 0)
+
+    most = bisect_right(range(1, free // of_tables + 1), free, key=needed)
     if max_model_len <= most:
         return max_model_len
     if config.max_model_len == "auto":
@@ -138,6 +144,13 @@ def positions_that_fit(config: EngineConfig, shape: DecoderSpec, max_model_len: 
         f"max_model_len = {max_model_len}: the free memory holds the tables and the cache of {most} positions at most; "
         "set max_model_len to less, or to auto"
     )
+
+
+def cached_of_one(shape: DecoderSpec, length: int) -> int:
+    """Numbers that the layers keep of one sequence of so many tokens, at least."""
+    limits = [(min(filter(None, (each.window, each.chunk)), default=length), each) for each in shape.attentions]
+    beyond = sum(max(0, length - limit) * each.cached_numbers for limit, each in limits)
+    return length * shape.cached_numbers - beyond
 
 
 def slot_bytes(config: EngineConfig, shape: DecoderSpec, max_model_len: int) -> int:

@@ -363,6 +363,7 @@ def _step_limits(config: EngineConfig, info: ModelInfo) -> StepLimits:
         num_speculative_tokens=num_speculative_tokens(config, info),
         short_length=info.short_length,
         max_loras=config.max_loras if config.enable_lora else 0,
+        kv_layout=info.kv_layout,
     )
 
 

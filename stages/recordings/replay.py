@@ -89,6 +89,7 @@ class ReplayedCore:
             num_speculative_tokens=engine.most_drafts,
             short_length=engine.short_length,
             max_loras=engine.max_loras,
+            kv_layout=engine.kv_layout,
         )
         keeps_all = engine.kv_layout is None or engine.kv_layout.kinds[0].window is None  # as in an engine
         cache = (

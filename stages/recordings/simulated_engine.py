@@ -144,11 +144,11 @@ class SimulatedEngine:
 
     def load(self) -> EngineLoad:
         """The report of an engine, with the costs of its model and all that it was told to expect."""
-        scheduler, pool, model = self.core.schedule.scheduler, self.core.allocate.allocator.pool, self._model
+        scheduler, allocator, model = self.core.schedule.scheduler, self.core.allocate.allocator, self._model
         costs = StepTimeCosts(
             model.step_s, model.prefill_token_s, model.prefill_pair_s, model.decode_row_s, model.decode_context_s
         )
-        return load_of(scheduler, costs, pool.num_blocks * pool.block_size, self.num_expected)
+        return load_of(scheduler, allocator, costs, self.num_expected)
 
     def take_ended(self) -> list[int]:
         """The requests that have ended since the last call, by number."""

@@ -30,7 +30,7 @@ class RouterReports:
 
     def __init__(self, scheduler: Scheduler, allocator: Allocator) -> None:
         self.num_seen = 0  # prompts that came from the router
-        self._scheduler, self._pool = scheduler, allocator.pool
+        self._scheduler, self._allocator = scheduler, allocator
         self._last: tuple[object, ...] = ()
         scheduler.learn_costs()
         self._changes = None if allocator.cache is None else allocator.cache.watch_keys()
@@ -41,13 +41,13 @@ class RouterReports:
             delta = self._changes.take()
             if delta.added or delta.removed:
                 yield KeyChange(packed(delta.added), packed(delta.removed))
-        scheduler, pool = self._scheduler, self._pool
+        scheduler = self._scheduler
         assert scheduler.costs is not None
         moved = (self.num_seen, scheduler.completed_step, len(scheduler.sequences))
         if scheduler.costs.is_known and moved != self._last:
             self._last = moved
             costs, _ = scheduler.costs.read()
-            yield load_of(scheduler, costs, pool.num_blocks * pool.block_size, self.num_seen)
+            yield load_of(scheduler, self._allocator, costs, self.num_seen)
 
 
 def packed(keys: list[bytes]) -> NDArray[np.uint8]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...kernels.layout.kv_layout import KVLayout
 from ..messages import Ints, PlanReport
 from .adapter_lines import AdapterLines
 from .adapter_slots import AdapterState
 from .lifecycle import SequenceLifecycle
 from .sequence import Sequence
+from .spare_blocks import SpareBlocks, SpareOfKinds, SpareOfOneKind
 
 MAX_GROWTH = 6  # blocks reserved per running sequence on admission, where nothing can be swapped
 
@@ -23,7 +25,14 @@ class Admitter:
     a wrong one costs time, and breaks nothing.
     """
 
-    def __init__(self, lifecycle: SequenceLifecycle, block_size: int) -> None:
+    def __init__(
+        self,
+        lifecycle: SequenceLifecycle,
+        block_size: int,
+        layout: KVLayout | None = None,
+        *,
+        splits_prompts: bool = True,
+    ) -> None:
         # What the first in the queue lacks: "blocks"; "swapped" if it is swapped out; "adapter" if it may not pass
         # those that wait for theirs.
         self.blocked_reason = ""
@@ -33,6 +42,7 @@ class Admitter:
         self._waiting = lifecycle.waiting
         self._policy = lifecycle.policy
         self._block_size = block_size
+        self._layout, self._splits_prompts = layout, splits_prompts
         self._found = CacheHitEstimate()
 
     def note_cached(self, slot: int, num_cached: int) -> None:
@@ -63,7 +73,7 @@ class Admitter:
         num_blocks = 0
         if report is not None:
             wanted = len(self._lifecycle.service_order.slots) + (0 if first is None else self._need(first))
-            num_blocks = wanted - report.num_free - report.num_quarantined
+            num_blocks = wanted - self._num_free(report, 0 if first is None else self._num_tokens(first))
         for slot in parked:
             if num_slots <= 0 and num_blocks <= 0:
                 return
@@ -110,16 +120,21 @@ class Admitter:
         self.blocked_reason = ""
         if self._lifecycle.num_returning or not table.num_free or (first := self._next()) is None:
             return False
-        spare, num_before = self._spare_blocks(report), table.num_running
+        spare, num_before = self._spare(report), table.num_running
         while first is not None and table.num_free and token_budget > 0 and table.num_running < row_limit:
             need = self._need(first)
-            is_tight = spare is not None and table.num_running > 0 and not self._policy.may_enter(first, need, spare)
+            is_tight = (
+                spare is not None
+                and table.num_running > 0
+                and not self._policy.may_enter(first, need, spare.for_tokens(self._num_tokens(first)))
+            )
             if is_tight and not self._is_better_than_running(first):  # a better one may preempt for what it lacks
                 self.blocked_reason = "swapped" if first.num_swapped else "blocks"
                 break
             token_budget -= self.num_to_compute(first)
             self._lifecycle.start(self._waiting.pop())
-            spare = None if spare is None else spare - need - 1
+            if spare is not None:
+                spare.take(self._num_tokens(first))
             first = self._next()
         return table.num_running > num_before
 
@@ -216,14 +231,21 @@ class Admitter:
         return number > 0 and lines.slots.slots[number - 1].state is AdapterState.DRAINING
 
     def _need(self, sequence: Sequence) -> int:
-        """Blocks that a sequence starts with.
+        """Blocks of kind 0 that a sequence starts with."""
+        return -(-self._num_tokens(sequence) // self._block_size)
 
-        They hold its known tokens plus one; if it is protected, its full length.
-        """
-        num_tokens = max(len(sequence.token_ids) + 1, sequence.limit if sequence.is_protected else 0)
-        return -(-num_tokens // self._block_size)
+    def _num_tokens(self, sequence: Sequence) -> int:
+        """The tokens for which a sequence has blocks when it starts: those known, and one; all if it is protected."""
+        return max(len(sequence.token_ids) + 1, sequence.limit if sequence.is_protected else 0)
 
-    def _spare_blocks(self, report: PlanReport | None) -> int | None:
+    def _num_free(self, report: PlanReport, num_tokens: int) -> int:
+        """Blocks of kind 0 that a sequence of so many tokens can have, once the steps in flight are done."""
+        if self._layout is None or report.kv_room is None:
+            return report.num_free + report.num_quarantined
+        room = SpareOfKinds(self._layout, report.kv_room, splits_prompts=self._splits_prompts)
+        return max(0, room.for_tokens(num_tokens))
+
+    def _spare(self, report: PlanReport | None) -> SpareBlocks | None:
         """Blocks likely to be left once running sequences have what they need, and room to grow.
 
         Blocks of parked sequences count as available. None before the first report. The estimate only avoids admitting
@@ -233,14 +255,21 @@ class Admitter:
         if report is None:
             return None
         slots = self._lifecycle.service_order.slots
-        owed = self._blocks(table.num_known[slots]) - self._blocks(table.num_computed[slots])
+        known, computed = table.num_known[slots], table.num_computed[slots]
         if report.num_host_free:
-            growth = len(slots)
+            growth = np.ones_like(known)
         else:  # preempted sequences are recomputed, so admit fewer
-            half_left = self._blocks(table.limit[slots] - table.num_known[slots]) // 2
-            growth = int(np.clip(half_left, 1, MAX_GROWTH).sum())
-        parked = self._blocks(table.num_computed[table.is_running & table.is_parked])
-        return report.num_free + report.num_quarantined + int(parked.sum()) - int(owed.sum()) - growth
+            half_left = self._blocks(table.limit[slots] - known) // 2
+            growth = np.clip(half_left, 1, MAX_GROWTH)
+        parked = table.num_computed[table.is_running & table.is_parked]
+        if self._layout is not None and report.kv_room is not None:
+            spare = SpareOfKinds(self._layout, report.kv_room, splits_prompts=self._splits_prompts)
+            spare.count_rows(computed, known + growth * self._block_size)
+            spare.count_parked(parked)
+            return spare
+        owed = self._blocks(known) - self._blocks(computed) + growth
+        num_left = report.num_free + report.num_quarantined + int(self._blocks(parked).sum()) - int(owed.sum())
+        return SpareOfOneKind(num_left, self._block_size)
 
     def _blocks(self, num_tokens: Ints) -> Ints:
         return -(-num_tokens // self._block_size)

@@ -57,7 +57,8 @@ class Policy:
     def may_enter(self, first: Sequence, num_blocks: int, num_spare: int) -> bool:
         """Whether the first waiting sequence may have a slot. Not called while no sequence runs.
 
-        It needs `num_blocks` blocks to start; the running sequences are likely to leave `num_spare`.
+        It needs `num_blocks` blocks to start; the running sequences are likely to leave `num_spare`. Of several kinds
+        of memory, these are blocks of the kind that keeps all tokens, with those of the others beside them.
         """
         return num_blocks <= num_spare
 

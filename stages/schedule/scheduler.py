@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...kernels.layout.kv_layout import KVLayout
 from ..array_checks import num_true
 from ..errors import Failed, RequestError
 from ..messages import NO_INDICES, Drafts, Guess, PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
@@ -45,6 +46,7 @@ class StepLimits:
     num_speculative_tokens: int = 0  # drafts per step, at most; 0: speculation is off
     short_length: int = 0  # tokens of a sequence beyond which it has other rotary factors; 0: never
     max_loras: int = 0  # adapters on the device at once; 0: none are served
+    kv_layout: KVLayout | None = None  # of a cache of several kinds
     num_lanes: int = 1  # ranks that compute the layers of a step one after another: see `Lanes`
 
     @property
@@ -85,7 +87,9 @@ class Scheduler:
         self._step_size = StepBudget(target_s / limits.num_lanes, most, self.costs) if target_s else None
         most_each = limits.block_size - 1  # prefix cache reads at most one block of tokens per sequence and step
         self.speculation = Speculation(limits.num_speculative_tokens, most_each, limits.max_steps_per_row)
-        self._admitter = Admitter(self.lifecycle, limits.block_size)
+        self._admitter = Admitter(
+            self.lifecycle, limits.block_size, limits.kv_layout, splits_prompts=limits.enable_chunked_prefill
+        )
         sizes = (self._step_size, most, limits.num_lanes)
         self._planner = Planner(self.lifecycle, self._admitter, self.speculation, *sizes)
 

@@ -19,6 +19,7 @@ from .fleet_requests import FleetRequests
 NUM_AT_ONCE = 2  # deaths in a row after each of which a successor is started at once
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0  # before a start after more of them: each pause is twice the last one
 HEALTHY_S = 1.0  # life that ends a row of deaths; a process whose start took longer must have lived longer than that
+DOUBT_S = 5.0  # for a connection to be there again after its end, before that counts as the end of the engine
 FIRST_RETRY_S, LONGEST_RETRY_S = 60.0, 300.0  # between two starts of a process that was given up
 
 log = get_logger("millrace.stages")
@@ -76,7 +77,8 @@ class CoreKeeper(ProcessKeeper):
         on_given_up: Callable[[Health], object],
     ) -> None:
         super().__init__(env, table, core.requests, exit, start_process, on_death, engine=core.index)
-        self._core = core
+        self._core, self._fleet_table = core, table
+        self._doubted: str | None = None  # the request that ended the engine, if the engine has ended
         self._on_orphans, self._on_ready, self._on_given_up = on_orphans, on_ready, on_given_up
         self._step_at_start = core.last_step
         self._pauses = RestartPauses(env.now())
@@ -85,6 +87,10 @@ class CoreKeeper(ProcessKeeper):
         if client is None:
             self.away = Health("loading", stage="engine", reason="the engine was not reached yet")
         super().start(client)
+
+    async def stop(self) -> None:
+        self._doubted = None
+        await super().stop()
 
     async def _keep(self, client: EngineClient | None) -> None:
         if client is None:
@@ -110,7 +116,7 @@ class CoreKeeper(ProcessKeeper):
         guilty = self._table.note_death(self._core.index)
         has_served, self._step_at_start = self._core.last_step > self._step_at_start, self._core.last_step
         if guilty is not None:
-            self._end_guilty(guilty)
+            self._judge(guilty)
         self._on_orphans()
         if guilty is None:
             pause_s = self._pauses.note_death(began_s)
@@ -125,6 +131,20 @@ class CoreKeeper(ProcessKeeper):
         if client is not None:
             self._has_started(client, start_s, began_s)
         return client
+
+    def _judge(self, guilty: str) -> None:
+        """Ends the request that an engine died of; if perhaps only its connection ended, after a while."""
+        if not self._core.may_come_back:
+            return self._end_guilty(guilty)
+        self._fleet_table.doubt(guilty)
+        self._doubted = guilty
+        self._env.call_at(self._env.now() + DOUBT_S, lambda: self._end_doubt(guilty))
+
+    def _end_doubt(self, guilty: str) -> None:
+        """The engine has not come back."""
+        if self._doubted == guilty:
+            self._doubted = None
+            self._end_guilty(guilty)
 
     async def _wait(self, pause_s: float, how: str) -> None:
         """Waits before a successor is started, so that a process that ends soon does not only start."""
@@ -158,6 +178,11 @@ class CoreKeeper(ProcessKeeper):
         """A process is ready, whose start began at `start_s`; the last one had gone at `began_s`."""
         now_s = self._env.now()
         self._pauses.note_ready(now_s, now_s - start_s)
+        if self._core.has_come_back:
+            self._doubted = None
+            self._fleet_table.note_return(self._core.index)
+        elif self._doubted is not None:
+            self._end_doubt(self._doubted)
         if client.died.done():
             return
         log.info("engine_process.replaced", engine=self._core.index, took_s=round(now_s - began_s, 3))

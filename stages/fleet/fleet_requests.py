@@ -47,6 +47,7 @@ class FleetRequests(InflightRequests):
     def __init__(self, num_cores: int) -> None:
         super().__init__()
         self._work = [CoreWork() for _ in range(num_cores)]  # by core
+        self._blamed: dict[int, list[tuple[InflightRequest, int, int]]] = {}  # by core: what its last death added
 
     def sent(self, request: TokenRequest, core: int | None = 0) -> None:
         before = self.core_of(request.request_id)
@@ -84,7 +85,8 @@ class FleetRequests(InflightRequests):
 
     def orphans(self) -> tuple[list[str], list[str]]:
         """The requests in no process: (those that are suspects, the youngest first; the others, the oldest first)."""
-        waiting = [pair for pair in self._live.items() if pair[1].core is None and pair[0] not in self._on_trial]
+        orphans = ((one, live) for one, live in self._live.items() if live.core is None and not live.is_doubted)
+        waiting = [pair for pair in orphans if pair[0] not in self._on_trial]
         suspects = [request_id for request_id, live in waiting if live.num_deaths > live.num_deaths_passed]
         return suspects[::-1], [request_id for request_id, live in waiting if live.num_deaths <= live.num_deaths_passed]
 
@@ -101,6 +103,7 @@ class FleetRequests(InflightRequests):
         tried = [request_id for request_id in tried if self.core_of(request_id) == core]  # the others were not sent yet
         there = self._orphan(core)
         has_run = {request_id for request_id, _ in ran}
+        before = [(live, live.num_deaths, live.num_deaths_unrun) for live in there]
         for live in there:
             request_id = live.prompts[0].request_id
             live.had_tokens = self._has_tokens(live)
@@ -114,7 +117,22 @@ class FleetRequests(InflightRequests):
             else:
                 live.num_deaths_unrun += 1
                 live.num_deaths += live.num_deaths_unrun >= SUSPICIOUS_DEATHS
+        added = [(live, live.num_deaths - deaths, live.num_deaths_unrun - unrun) for live, deaths, unrun in before]
+        self._blamed[core] = added
         return tried[0] if len(tried) == 1 else None
+
+    def note_return(self, core: int) -> None:
+        """The process of the last death lives, and only its connection had ended: that says nothing of any request."""
+        for live, deaths, unrun in self._blamed.pop(core, ()):
+            live.num_deaths -= deaths
+            live.num_deaths_unrun -= unrun
+            live.num_deaths_passed = min(live.num_deaths_passed, live.num_deaths)
+            live.is_doubted = False
+
+    def doubt(self, request_id: str) -> None:
+        """Keeps a request from all processes, as another one may die of it, until `note_return` or its end."""
+        if (live := self._live.get(request_id)) is not None:
+            live.is_doubted = True
 
     def note_departure(self, core: int) -> None:
         """A process has gone by plan: its requests are in none now, and that says nothing of them."""

@@ -106,6 +106,7 @@ class EngineServer:
         self._files: Mapping[str, str] = {}
         self._keys: set[bytes] = set()  # that were told
         self._last_moved: tuple[object, ...] = ()
+        self._instance = env.secret("instance", 8).hex()
         self._info: ModelInfo | None = None
         self._core: CoreStages | None = None
         self._pipeline: Pipeline | None = None
@@ -211,7 +212,7 @@ class EngineServer:
         front.is_welcome = True
         front.wants_keys = setup.prefix_key is not None and setup.prefix_key == self._prefix_key
         front.first_step = setup.first_step - 1 - self._core.schedule.scheduler.last_granted
-        if not front.post(EngineReady(self._info, dict(self.phases.seconds), self._files, self.config)):
+        if not front.post(EngineReady(self._info, dict(self.phases.seconds), self._files, self.config, self._instance)):
             front.post(NotStarted("VersionError", "the engine is of another version; update it or the front"))
             return front.flush()
         log.info("engine.front_came", front=front.number, num_fronts=len(self.fronts))

@@ -94,6 +94,7 @@ class EngineCore:
         self.ready: EngineReady | None = None  # what the present process told at its start
         self.is_draining = False  # it takes no new requests
         self.is_parting = False  # its link ends by plan
+        self.has_come_back = False  # the present process is the one before: only its connection had ended
         self.report: CoreReport | None = None  # the last one
         self.last_granted = -1  # step, by the last report
         self.adapters = RemoteAdapters(lambda: self.client)
@@ -112,6 +113,11 @@ class EngineCore:
     def is_serving(self) -> bool:
         """Whether there is a process that takes requests."""
         return self.client is not None and self.client.is_open and (self.keeper is None or self.keeper.away is None)
+
+    @property
+    def may_come_back(self) -> bool:
+        """Whether the end of its link need not be that of the process."""
+        return self.ready is not None and bool(self.ready.instance)
 
     @property
     def pid(self) -> int | None:
@@ -140,7 +146,8 @@ class EngineCore:
         made = (config, logs.settings(), first_step, self._model_files, self._cpus, is_elsewhere, self.prefix_key)
         setup = Setup(*made)
         ready = await client.start(setup, self.files)
-        self.ready = ready
+        before, self.ready = self.ready, ready
+        self.has_come_back = before is not None and ready.instance == before.instance != ""
         if self._model_files is None:
             self._model_files = ready.files
             self._start_limit_s = max(MIN_START_S, START_FACTOR * (env.now() - began_s))

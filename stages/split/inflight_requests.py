@@ -30,6 +30,7 @@ class InflightRequest:
     num_trials: int = 0  # that it has passed
     had_tokens: bool = False  # at the last death
     is_tried_alone: bool = False  # after a process died in a trial of it and others
+    is_doubted: bool = False  # it ended a process, or only a connection ended; it waits until that is known
 
     @property
     def is_suspect(self) -> bool:

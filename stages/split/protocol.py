@@ -73,6 +73,7 @@ class EngineReady:
     seconds: Mapping[str, float]  # that each phase of the start took
     files: Mapping[str, str]  # digests of the model's files that were loaded, by name
     config: EngineConfig | None = None  # of an engine that has its own settings, whatever the front has
+    instance: str = ""  # of the process, drawn at its start, if it goes on after the end of a link; "": it does not
 
 
 @message

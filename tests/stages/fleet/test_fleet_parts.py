@@ -206,6 +206,26 @@ def test_a_request_that_passed_its_trial_is_a_suspect_again_after_another_death(
     assert table.note_death(1) is None and table.orphans() == (["r"], [])
 
 
+def test_the_end_of_a_connection_whose_process_lives_says_nothing_of_any_request() -> None:
+    cores, table, (_, b) = fleet(2)
+    for number in range(4):
+        cores.place(token_request(f"r{number}", number))
+    table.admit(range(3))  # r3 had no slot yet
+    table.note_death(0)
+    table.note_return(0)
+    assert table.orphans() == ([], ["r0", "r2"])
+    table.note_death(1)
+    assert table.orphans() == (["r1"], ["r0", "r2", "r3"])
+    table.begin_trial("r1", 1)
+    (prompt,) = table.prompts_to_resume("r1", lambda _: True)
+    cores.send(prompt, b)  # type: ignore[arg-type]
+    assert table.note_death(1) == "r1"
+    table.doubt("r1")
+    assert "r1" not in sum(table.orphans(), []), "no process gets it until it is known what has ended"
+    table.note_return(1)
+    assert table.orphans()[0] == ["r1"], "the first death may have been of it"
+
+
 def test_a_trial_whose_core_dies_before_the_request_was_sent_proves_nothing() -> None:
     cores, table, _ = fleet(2)
     cores.place(token_request("r", 0))

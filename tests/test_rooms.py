@@ -141,7 +141,7 @@ BELOW = {
     "deploy/dashboard/playback": "deploy deploy/metrics deploy/api/schema deploy/websocket deploy/dashboard",
     "deploy/cli": "deploy deploy/settings deploy/http deploy/websocket deploy/dashboard deploy/server "
     "deploy/ray deploy/cli/other_engines deploy/dashboard/playback",
-    "deploy/cli/machines": "deploy deploy/metrics deploy/cli",
+    "deploy/cli/machines": "deploy deploy/http deploy/metrics deploy/cli",
 }
 ENTRIES = {"deploy/__main__.py", "stages/__init__.py"}  # they only lead to other rooms: may import any
 ROOMS = {name: set(below.split()) for name, below in BELOW.items()}

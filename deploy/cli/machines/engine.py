@@ -141,12 +141,11 @@ async def _pages(engine: EngineServer, host: str, port: int | None) -> AsyncIter
         return
     pages = EnginePages(engine, host, port)
     try:
-        await pages.start()
+        try:
+            await pages.start()
+        except ConfigError as error:
+            raise ConfigError(f"--metrics-port {port}: {error}") from None
         yield pages
-    except OSError as error:
-        if pages.is_open:
-            raise
-        raise ConfigError(f"--metrics-port {port}: {error.strerror or error}") from None
     finally:
         await pages.aclose()
 

@@ -10,32 +10,39 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
 from ....stages.machines.engine_server import EngineServer
+from ...config import ServerConfig
+from ...http.listener import ServerRunner, Site
+from ...http.listening import ListeningSockets
 from ...metrics.families import counter, gauge
+
+MAX_CONNECTIONS = 64  # of probes and scrapes; a full server still answers /health
 
 
 class EnginePages:
-    """Serves the pages of one engine on a port of its own. Call `start`, in the end `aclose`."""
+    """Serves the pages of one engine on a port of its own. Call `start`, in the end `aclose`.
+
+    Connections have the limits of the API's server: their number, and the time for headers and between requests.
+    """
 
     def __init__(self, engine: EngineServer, host: str, port: int) -> None:
-        self._engine, self._host, self._port = engine, host, port
+        self._engine, self._host = engine, host
+        self._config = ServerConfig(host=host, port=port, allow_no_key=True, max_connections=MAX_CONNECTIONS)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/health/live", self._live)
         app.router.add_get("/metrics", self._metrics)
-        self._runner = web.AppRunner(app, access_log=None)
-        self.is_open = False
+        self._runner = ServerRunner(app, self._config, ["/health", "/health/live"])
         self.url = ""
 
     async def start(self) -> None:
-        """Listens. Raises OSError if the port cannot be used."""
+        """Listens. Raises `ConfigError` if the port cannot be used."""
+        listening = ListeningSockets.open(self._config)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
-        await site.start()
-        self.is_open = True
-        port = self._runner.addresses[0][1]
-        self.url = f"http://[{self._host}]:{port}" if ":" in self._host else f"http://{self._host}:{port}"
+        await Site(self._runner, listening, self._config, None).start()
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.url = f"http://{host}:{listening.port}"
 
     async def aclose(self) -> None:
         """Stops listening. Idempotent."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.deploy.cli.machines.strangers import listening_ports, received
 from tests.deploy.running import ROOT, RunningServer, free_port
 from tests.deploy.test_split import until
 
@@ -108,7 +109,9 @@ def test_a_route_answers_through_an_engine_and_both_end_on_sigterm(key: Path, en
         with socket.create_connection(engine.host_and_port, 10.0) as stranger:
             stranger.sendall(data)
             assert len(received(stranger)) <= 32  # a nonce at most
+    assert listening_ports(engine.process.pid) == {engine.host_and_port[1], int(engine.pages.rpartition(":")[2])}
     with route(key, engine) as server:
+        assert listening_ports(server.process.pid) == {server.address[1]}
         first = text_of(server, 0)
         assert first and text_of(server, 0) == first
         at_rest = {"status": "ready", "fronts": 1, "requests": 0}
@@ -120,18 +123,6 @@ def test_a_route_answers_through_an_engine_and_both_end_on_sigterm(key: Path, en
     until(lambda: json.loads(engine.page("/health")[1])["fronts"] == 0)
     engine.process.send_signal(signal.SIGTERM)
     assert engine.process.wait(20.0) == 0
-
-
-def received(sock: socket.socket) -> bytes:
-    """All that comes until the other end closes."""
-    sock.settimeout(10.0)
-    data = b""
-    try:
-        while part := sock.recv(1 << 16):
-            data += part
-    except ConnectionResetError:
-        pass
-    return data
 
 
 @pytest.mark.skipif(not IS_FULL, reason="MILLRACE_FULL")

@@ -32,7 +32,8 @@ class Kept:
         self.deaths_s: list[float] = [0.0]
         self.given_up: list[Health] = []
         requests: Any = OutboundChannel("a", 4)
-        self.core = SimpleNamespace(index=3, requests=requests, last_step=0, may_come_back=False, has_come_back=False)
+        states = dict.fromkeys(("is_parting", "may_come_back", "has_come_back"), False)
+        self.core = SimpleNamespace(index=3, requests=requests, last_step=0, **states)
         calls: Any = {"on_orphans": lambda: None, "on_ready": lambda: None, "on_given_up": self.given_up.append}
         table, died = FleetRequests(4), self.deaths_s
         self.keeper = CoreKeeper(

@@ -54,6 +54,12 @@ def engines(fleet: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
         (GaugeMetricFamily, "millrace:engine_up", "1 if the engine process takes requests.", "state"),
         (GaugeMetricFamily, "millrace:engine_requests", "Requests in the engine process.", "num_requests"),
         (CounterMetricFamily, "millrace:engine_deaths", "Unexpected ends of the engine process.", "num_deaths"),
+        (
+            CounterMetricFamily,
+            "millrace:engine_expected_cached_tokens",
+            "Tokens of prompts that the router expected in the prefix cache of the engine process.",
+            "num_expected_cached_tokens",
+        ),
     )
     for kind, name, text, field in figures:
         family = kind(name, text, labels=["engine"])

@@ -68,6 +68,7 @@ class Metrics:
         self._rejected: Counter[str] = Counter()  # requests by error code
         self._num_prompt = 0  # tokens of requests that have ended
         self._num_generated = 0
+        self._num_cached = 0
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -107,6 +108,7 @@ class Metrics:
             return  # one step of a beam search, which counts once, as its parent request
         self._num_prompt += outbox.num_prompt_tokens
         self._num_generated += outbox.num_generated_tokens
+        self._num_cached += outbox.num_cached_tokens
         if error is not None:
             self._finished["error"] += len(outbox.choices)
             return
@@ -191,6 +193,8 @@ class Metrics:
         num_prompt, num_generated = self.num_tokens(engine)
         yield counter("vllm:prompt_tokens", "Prompt tokens received.", num_prompt, labels)
         yield counter("vllm:generation_tokens", "Tokens generated.", num_generated, labels)
+        text = "Tokens of prompts that were cached, of requests that have ended."
+        yield counter("millrace:cached_prompt_tokens", text, self._num_cached, labels)
         success = CounterMetricFamily(
             "vllm:request_success", "Finished choices by reason.", labels=[*labels, "finished_reason"]
         )

@@ -379,6 +379,7 @@ class FleetProcesses:
                 "num_deaths": 0 if core.keeper is None else core.keeper.num_deaths,
                 "num_requests": (load := self.table.load_of(core.index)).num_requests,
                 "work": load.work,
+                "num_expected_cached_tokens": self.router.num_expected(core.index),
             }
             for core in self._present
         ]

@@ -58,6 +58,10 @@ class FleetRouter:
         if self._router is not None:
             self._router.note_sent(core, routed, self._clock())
 
+    def num_expected(self, core: int) -> int:
+        """Tokens of prompts that were expected in the cache of the process they went to, so far."""
+        return 0 if self._router is None else self._router.num_expected[core]
+
     def note_report(self, core: int, report: EngineLoad | KeyChange) -> None:
         """A process has reported. Raises ValueError for what is no report."""
         if self._router is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ class Router:
         self._unheard = LeastWork()
         self._block_size = block_size
         self._index = PrefixIndex()
+        self.num_expected: Counter[int] = Counter()  # tokens, by engine: those of prompts that it should have cached
         self._answer = FIRST_ANSWER  # mean tokens of answers
 
     def view(self, engine: int) -> EngineView:
@@ -58,9 +60,11 @@ class Router:
 
     def note_sent(self, engine: int, request: RoutedRequest, now_s: float) -> None:
         """A request was sent to an engine, chosen here or not."""
-        view, seconds = self.view(engine), 0.0
-        if view.load is not None:
+        view, seconds, found = self.view(engine), 0.0, 0
+        if request.keys:
             found = self._index.runs(request.keys, (engine,), now_s)[engine] * self._block_size
+            self.num_expected[engine] += found
+        if view.load is not None:
             seconds = prompt_s(view.load.costs, request.num_prompt, found, view.load.token_budget)
         if request.keys:
             self._index.expect(engine, request.keys, now_s, now_s + EXPECTED_S)

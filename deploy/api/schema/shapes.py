@@ -63,3 +63,4 @@ class EngineOfFleet(Shape):
     num_deaths: Count
     num_requests: Count
     work: Count
+    num_expected_cached_tokens: Count  # of prompts, by the router, when they were sent there

@@ -20,9 +20,11 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import millrace.deploy
+from millrace.deploy.metrics.families import engines
 from tests.counts import FULL
 from tests.deploy.running import RunningServer, free_port
 from tests.deploy.server.test_health import served
@@ -44,9 +46,17 @@ def alert_queries() -> list[str]:
     return [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
 
 
+class OneEngine:
+    """What a server adds that has several."""
+
+    def collect(self) -> Iterator[Metric]:
+        figures = ("index", "num_requests", "num_deaths", "num_expected_cached_tokens")
+        return engines([{"state": "ready"} | dict.fromkeys(figures, 0)])
+
+
 @pytest.fixture(scope="module")
 def exposition() -> str:
-    """The metrics of a server that has answered a request."""
+    """The metrics of a server that has answered a request, and those of an engine of several."""
 
     async def run() -> str:
         async with served() as client:
@@ -54,7 +64,9 @@ def exposition() -> str:
             async with client.session.get("/metrics") as response:
                 return await response.text()
 
-    return asyncio.run(run())
+    fleet = CollectorRegistry()
+    fleet.register(OneEngine())
+    return asyncio.run(run()) + generate_latest(fleet).decode()
 
 
 def exported(exposition: str) -> set[str]:

@@ -84,6 +84,19 @@ def test_a_prompt_goes_to_the_process_that_told_of_its_blocks():
     assert processes[1].tell(router, 1) == ["KeyChange"] and router.held_by(1) == set()
 
 
+def test_tokens_that_should_be_cached_are_counted_where_their_prompt_goes():
+    router, processes = routed_fleet()
+    asked = prompt("a", *range(13))
+    processes[1].put(asked)
+    processes[1].tell(router, 1)
+    router.note_sent(1, router.routed(asked))
+    router.note_sent(0, router.routed(asked))
+    assert (router.num_expected(0), router.num_expected(1)) == (0, 12)
+    router.note_sent(0, router.routed(asked))  # which has them soon, from the first time
+    router.drop(0)
+    assert (router.num_expected(0), router.num_expected(1)) == (12, 12)
+
+
 def test_nothing_is_told_twice_and_no_load_before_its_costs_are_known():
     process, router = Process(), FleetRouter("soonest", KEY, lambda: 0.0)
     assert list(process.reports.new()) == []

@@ -77,6 +77,7 @@ class Request:
     adapter: AdapterRef | None = None  # None: the base model
     owner: str = ""  # whose request it is: an id of the API key, never the key; "": the server has no keys
     metadata: Mapping[str, str] = field(default_factory=dict)  # the client's own; the engine ignores it
+    session: str = ""  # of several engines, requests of the same one go to the same, unless another is much better
 
     @property
     def is_warm_up(self) -> bool:
@@ -111,6 +112,7 @@ class TokenRequest:
     adapter: AdapterRef | None = None  # with its digest; None: the base model
     owner: str = ""  # as in `Request`
     metadata: Mapping[str, str] = field(default_factory=dict)
+    session: str = ""  # as in `Request`
 
     @property
     def is_warm_up(self) -> bool:

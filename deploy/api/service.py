@@ -36,6 +36,7 @@ class ActiveRequest:
 
     owner: str  # owner of the API key
     client_id: str  # its X-Request-Id
+    session: str = ""  # as in the engine's `Request`
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,7 @@ class Service:
         """
         return f"{owner}/{wanted or ''}" if self.config.cache_salt_per_key else wanted or ""
 
-    def open(self, prefix: str, client_id: str, owner: str, answer_id: str | None = None) -> str:
+    def open(self, prefix: str, client_id: str, owner: str, answer_id: str | None = None, *, session: str = "") -> str:
         """Registers a request and returns the id of its answer. The caller must `close` it.
 
         The id is `answer_id`, or `prefix` plus the client's id. A random suffix makes it unique if it is in use.
@@ -202,7 +203,7 @@ class Service:
         answer_id = answer_id or prefix + client_id
         while answer_id in self.live:
             answer_id = f"{prefix}{client_id}-{secrets.token_hex(4)}"
-        self.live[answer_id] = ActiveRequest(owner, client_id)
+        self.live[answer_id] = ActiveRequest(owner, client_id, session)
         return answer_id
 
     def close(self, answer_id: str, cause: str) -> None:

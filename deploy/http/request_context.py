@@ -19,8 +19,15 @@ ERROR_BODY: web.RequestKey[Callable[[ApiError], Mapping[str, Any]]] = web.Reques
 TRACE = web.RequestKey("trace", TraceContext)
 
 MAX_ID_CHARS = 128  # of an id that a client sets
+MAX_SESSION_CHARS = 512  # of a session's name
 
 _ID_PATTERN = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_ID_CHARS}}}")
+
+
+def session_of(request: web.Request) -> str:
+    """What the client calls its session in `X-Session-Id`; "" if nothing, or more than may be kept."""
+    named = request.headers.get("X-Session-Id", "")
+    return named if len(named) <= MAX_SESSION_CHARS else ""
 
 
 def checked_request_id(wanted: str | None) -> str:

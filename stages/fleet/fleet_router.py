@@ -42,7 +42,10 @@ class FleetRouter:
             adapter = "" if prompt.adapter is None else prompt.adapter.digest
             whole = self._keys.keys_of(prompt.token_ids, prompt.cache_salt, adapter=adapter)
             keys = [key[:KEY_BYTES] for key in whole]
-        return RoutedRequest(len(prompt.token_ids), keys, prompt.params.max_tokens, prompt.params.n)
+        params, session = prompt.params, f"{prompt.owner}/{prompt.session}" if prompt.session else ""
+        return RoutedRequest(
+            len(prompt.token_ids), keys, params.max_tokens, params.n, session.encode("utf-8", "surrogatepass")
+        )
 
     def choose(self, routed: RoutedRequest, loads: Sequence[CoreLoad]) -> int | None:
         """The index of one of the processes with these loads; None if there is none."""

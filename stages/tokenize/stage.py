@@ -190,6 +190,7 @@ class Tokenize(Stage[Request, TokenRequest]):
             type_ids=encoded.type_ids,
             owner=request.owner,
             metadata=request.metadata,
+            session=request.session,
         )
 
 

@@ -94,7 +94,7 @@ def test_a_run_that_is_killed_leaves_whole_rows_and_no_process(
             time.sleep(0.01)
         time.sleep(Random(os.getpid()).uniform(0.02, 0.1))
         run.send_signal(number)
-        shown, _ = run.communicate(timeout=30)
+        shown, _ = run.communicate(timeout=120)
     size, same = -1, 0
     while same < 3:  # its workers end with it
         assert time.monotonic() < deadline_s

@@ -13,7 +13,7 @@ from aiohttp import web
 from ....stages.errors import RequestError
 from ....stages.request_limits import chat_chars
 from ...http.body_reader import read
-from ...http.request_context import OWNER, REQUEST_ID
+from ...http.request_context import OWNER, REQUEST_ID, session_of
 from ...http.sized_threads import run_sized
 from ...http.sse import named_event, stream_framed
 from ..adapter.chat_adapter import AnswerParts, read_adapted, submit_chat, take_order
@@ -53,7 +53,7 @@ class MessagesRoutes(ApiRoutes):
     async def create(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/messages`."""
         order = await self._take(request, MessagesBody)
-        answer_id = self.service.open(PREFIX, request[REQUEST_ID], request[OWNER])
+        answer_id = self.service.open(PREFIX, request[REQUEST_ID], request[OWNER], session=session_of(request))
         stops = order.order.params.stop
         built = MessageEvents(answer_id, self.service.answered_model(order.order.body.model), stops)
         headers = {"request-id": request[REQUEST_ID]} | ignored_headers(order.ignored)

@@ -17,7 +17,7 @@ from ....stages.messages import Prompt
 from ....stages.request_limits import chat_chars
 from ...errors import ApiError
 from ...http.body_reader import read
-from ...http.request_context import OWNER, REQUEST_ID
+from ...http.request_context import OWNER, REQUEST_ID, session_of
 from ...http.sized_threads import run_sized
 from ...http.sse import stream_framed
 from ..adapter.chat_adapter import AnswerParts, read_adapted, submit_chat, take_order
@@ -90,7 +90,7 @@ class OllamaRoutes(ApiRoutes):
                 body=orjson.dumps(loaded(model, is_chat)), content_type="application/json", headers=headers
             )
         order = await self._fitted(body, taken.order)
-        answer_id = self.service.open(PREFIX, request[REQUEST_ID], request[OWNER])
+        answer_id = self.service.open(PREFIX, request[REQUEST_ID], request[OWNER], session=session_of(request))
         lines = AnswerLines(model, is_chat)
         if not body.is_stream:
             async with submit_chat(self._generation, answer_id, order) as parts:

@@ -19,7 +19,7 @@ from ....runtime.env.log import get_logger
 from ....stages.messages import Prompt, Request
 from ...errors import ApiError, wrong_field
 from ...http.body_reader import read
-from ...http.request_context import OWNER, REQUEST_ID, checked_request_id
+from ...http.request_context import OWNER, REQUEST_ID, checked_request_id, session_of
 from ..schema.metadata import metadata_pairs
 from ..schema.processors import FIELD, NOT_IN_BEAMS, asked_processors
 from ..schema.validation import read_body
@@ -81,7 +81,7 @@ class Generation:
         """Answers an order in that shape, made by `make_answer` if that needs more than other shapes."""
         if order.body.request_id is not None:
             request[REQUEST_ID] = checked_request_id(order.body.request_id)
-        answer_id = self.service.open(shape.PREFIX, request[REQUEST_ID], request[OWNER])
+        answer_id = self.service.open(shape.PREFIX, request[REQUEST_ID], request[OWNER], session=session_of(request))
         cause = "disconnect"  # if no exception below sets another: the handler is cancelled when its client disconnects
         try:
             outbox = await self.submit(answer_id, order, time_limit_s(request, order.body))
@@ -148,7 +148,8 @@ class Generation:
         The deadline is `limit_s` seconds from now, or the body's `timeout_s` if that is None.
         """
         limit_s = order.body.timeout_s if limit_s is None else limit_s
-        owner = self.service.live[answer_id].owner
+        active = self.service.live[answer_id]
+        owner = active.owner
         engine_request = Request(
             answer_id,
             order.prompts,
@@ -159,6 +160,7 @@ class Generation:
             adapter=order.adapter,
             owner=owner,
             metadata=metadata_pairs(order.body.metadata),
+            session=order.body.prompt_cache_key or active.session,
         )
         if order.beams is not None:
             return self.service.require_engine().submit_search(engine_request, order.beams, deadline_s=limit_s)

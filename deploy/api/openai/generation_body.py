@@ -149,6 +149,11 @@ class GenerationBody(SamplingBody):
     cache_salt: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:=+~-]{1,128}$")] = Field(
         None, description="requests share cached prefixes only with those of the same salt"
     )
+    prompt_cache_key: Annotated[str | None, Field(max_length=512)] = Field(
+        None,
+        description="of several engines, requests of the same one go to the same, unless another answers much sooner; "
+        "the header X-Session-Id says the same",
+    )
     request_id: str | None = Field(None, description="the id of the request; the header X-Request-Id says the same")
     user: Annotated[str | None, Field(max_length=512)] = Field(
         None, description="the client's name of its user; without effect"

@@ -57,6 +57,7 @@ class PreparedResponse:
     body: ResponsesBody
     order: PreparedRequest
     items: bytes  # its own input items, as JSON
+    first_id: str  # of the conversation's first response that is stored, or its own
 
 
 class ResponseService:
@@ -91,7 +92,9 @@ class ResponseService:
         `ApiError` 400 names the field; 404 a response that is not stored.
         """
         self.service.require_engine()
-        history = self._history(parsed.body.previous_response_id, owner)
+        chain = self._chain(parsed.body.previous_response_id, owner)
+        history = [part for stored in chain for part in (stored.items, stored.output)]
+        first_id = chain[0].id if chain else parsed.id
         num_bytes = parsed.num_bytes + sum(map(len, history))
         limit = self.service.config.max_body_bytes
         if history and num_bytes > limit:
@@ -99,12 +102,14 @@ class ResponseService:
                 f"previous_response_id: input and history have {num_bytes} bytes together; must have at most {limit}"
             )
             raise ApiError("context_length_exceeded", message, param="previous_response_id")
-        make = partial(self._make_order, parsed, owner, client_id, history)
+        make = partial(self._make_order, parsed, owner, client_id, first_id, history)
         if num_bytes <= INLINE_BYTES and parsed.body.truncation != "auto":
             return make()
         return await run_sized(self._threads, num_bytes, make)
 
-    def _make_order(self, parsed: ParsedBody, owner: str, client_id: str, history: Sequence[bytes]) -> PreparedResponse:
+    def _make_order(
+        self, parsed: ParsedBody, owner: str, client_id: str, first_id: str, history: Sequence[bytes]
+    ) -> PreparedResponse:
         earlier: list[Item] = [item for part in history for item in orjson.loads(part)]
         names = ["previous_response_id"] * len(earlier) + [f"input[{i}]" for i in range(len(parsed.items))]
         messages, sources = messages_of([*earlier, *parsed.items], names)
@@ -113,7 +118,7 @@ class ResponseService:
         def without(num_cut: int) -> PreparedResponse:
             named = name_of(sources[num_cut:], num_before=int(parsed.body.instructions is not None))
             order = take_order(self._generation, parsed.body.chat(messages[num_cut:]) | parsed.passed, named)
-            return PreparedResponse(parsed.id, owner, client_id, parsed.body, order, items)
+            return PreparedResponse(parsed.id, owner, client_id, parsed.body, order, items, first_id)
 
         num_cut = 0
         if parsed.body.truncation == "auto":
@@ -136,15 +141,15 @@ class ResponseService:
         except RequestError:
             return True
 
-    def _history(self, previous_id: str | None, owner: str) -> list[bytes]:
-        """Items of all earlier responses that a response continues, oldest first, as JSON."""
+    def _chain(self, previous_id: str | None, owner: str) -> list[StoredResponse]:
+        """All earlier responses that a response continues, oldest first."""
         if previous_id is None:
             return []
         chain = self.store.chain(previous_id, owner)
         if not chain[-1].is_over:
             message = f"previous_response_id = {previous_id!r}: that response is not complete yet; wait until it is"
             raise ApiError("invalid_value", message, param="previous_response_id")
-        return [part for stored in chain for part in (stored.items, stored.output)]
+        return chain
 
     # -- answering
 
@@ -187,7 +192,13 @@ class ResponseService:
         return ResponseEvents(new_response(order.id, model, order.body, order.order.params))
 
     def _open(self, order: PreparedResponse) -> str:
-        return self.service.open(PREFIX, order.client_id, order.owner, answer_id=order.id)
+        return self.service.open(
+            PREFIX,
+            order.client_id,
+            order.owner,
+            answer_id=order.id,
+            session=order.body.prompt_cache_key or order.first_id,
+        )
 
     def _keep(self, order: PreparedResponse, built: ResponseEvents) -> None:
         if order.body.is_stored:

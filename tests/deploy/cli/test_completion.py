@@ -26,7 +26,7 @@ def offered(shell_script: str, *words: str) -> list[str]:
     code = (
         f"{shell_script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words)}; _millrace; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     )
-    done = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     return done.stdout.split()
 
@@ -60,7 +60,7 @@ def test_a_script_parses_in_its_shell(shell: str, tmp_path: Path) -> None:
         pytest.skip(f"{shell} is not installed")
     file = tmp_path / "script"
     file.write_text(script(shell))
-    done = subprocess.run([shell, "-n", str(file)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([shell, "-n", str(file)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
 
 

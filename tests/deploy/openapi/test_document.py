@@ -291,5 +291,5 @@ def test_the_document_is_the_same_where_python_drops_docstrings() -> None:
         "from millrace.deploy.openapi.document import openapi\n"
         "print(json.dumps(openapi(ServerConfig(), '1', None)))"
     )
-    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert json.loads(done.stdout) == json.loads(json.dumps(openapi(ServerConfig(), "1", None)))

@@ -155,3 +155,18 @@ def test_other_rules_can_be_set(policy: str):
     router, _ = routed_fleet(policy)
     asked = router.routed(prompt("a", 1, 2, 3))
     assert {router.choose(asked, [CoreLoad(5, 0, 0), CoreLoad(4, 0, 1)]) for _ in range(2)} <= {0, 1}
+
+
+def test_a_session_of_an_owner_stays_where_it_is_unless_that_is_much_worse():
+    router, processes = routed_fleet()
+    homes = {}
+    for number in range(12):
+        asked = [replace(prompt("a", *range(20 * number, 20 * number + n)), session=f"s{number}") for n in (5, 9, 13)]
+        (homes[number],) = {router.choose(router.routed(each), IDLE) for each in asked}
+    assert set(homes.values()) == {0, 1}, "sessions are spread"
+    others = [replace(prompt("a", 1, 2, 3), session=f"s{number}", owner="other") for number in range(12)]
+    assert [router.choose(router.routed(each), IDLE) for each in others] != list(homes.values())
+    home = homes[0]
+    for _ in range(400):
+        router.note_sent(home, router.routed(prompt("b", *range(99))))
+    assert router.choose(router.routed(replace(prompt("a", 1, 2, 3), session="s0")), IDLE) == 1 - home

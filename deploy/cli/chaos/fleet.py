@@ -94,6 +94,8 @@ class ChaosFleet:
             *self._fleet_flags,
             *ENGINE_FLAGS,
         )
+        if index % 2:
+            flags = (*flags, "--drain-by", "migrate")
         if index == self.size.num_engines - 1:  # on which a disk matters
             flags = (*flags, "--record", str(self._folder / f"{engine_name(index)}.jsonl"))
         return FleetMember(engine_name(index), flags, self._folder, self._clock(engine_name(index)))

@@ -17,6 +17,7 @@ from .relay import Relay
 
 DELAYS_S = (0.05, 0.5)  # of a delayed link, each piece anew
 FULL_BYTES = 1  # to which a file may grow on a full disk
+AWAY = frozenset({"kill", "drain", "upgrade"})  # an engine is away until its successor is there
 
 
 @dataclass(eq=False, slots=True)
@@ -45,12 +46,13 @@ class StrikeSpan:
 
 
 class Striker:
-    """Carries out a plan. Strikes of one target wait for each other."""
+    """Carries out a plan. Strikes of one target wait for each other, and those that would leave no engine wait, too."""
 
     def __init__(self, fleet: ChaosFleet, balancer: Balancer, plan: Plan) -> None:
         self.spans: list[StrikeSpan] = []
         self._fleet, self._balancer, self._plan = fleet, balancer, plan
         self._locks: dict[str, asyncio.Lock] = {}
+        self._may_be_away = asyncio.Semaphore(max(1, fleet.size.num_engines - 1))
 
     async def run(self) -> None:
         """Until all strikes are over, and what they struck is back."""
@@ -94,6 +96,8 @@ class Striker:
         async with AsyncExitStack() as stack:
             for name in sorted(names):
                 await stack.enter_async_context(self._locks.setdefault(name, asyncio.Lock()))
+            if strike.kind in AWAY and strike.engine is not None:
+                await stack.enter_async_context(self._may_be_away)
             yield
 
     def _member(self, strike: Strike) -> FleetMember:

@@ -12,6 +12,8 @@ from ..runtime.env.writable import folder_problem
 from ..stages.errors import ConfigError
 from ..stages.setting import SettingGroup
 
+MAX_FRONT_PROCESSES = 32
+
 _HOST = re.compile(r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
@@ -32,6 +34,9 @@ class ServerConfig:
 
     mode: Literal["auto", "inline", "split"] = _PROCESSES.setting(
         "auto", "inline: one process; split: HTTP and text in one process, the step loop in another; auto: inline"
+    )
+    front_processes: int = _PROCESSES.setting(
+        1, "processes with HTTP and text that share the port, each for about a core; above 1 the engines have their own"
     )
 
     host: str = _LISTENING.setting(
@@ -173,6 +178,11 @@ class ServerConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0 seconds")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f'root_path = "{self.root_path}": must begin with a slash and not end with one')
+        if not 1 <= self.front_processes <= MAX_FRONT_PROCESSES:
+            raise ConfigError(
+                f"front_processes = {self.front_processes}: must be from 1 to {MAX_FRONT_PROCESSES}; for more, run "
+                "`millrace route` on more machines"
+            )
         for name in ("max_body_bytes", "max_connections", "ws_max_sockets", "ws_max_streams"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")

@@ -142,6 +142,8 @@ BELOW = {
     "deploy/cli": "deploy deploy/settings deploy/http deploy/websocket deploy/dashboard deploy/server "
     "deploy/ray deploy/cli/other_engines deploy/dashboard/playback",
     "deploy/cli/machines": "deploy deploy/http deploy/metrics deploy/cli",
+    "deploy/front_processes": "deploy deploy/http deploy/metrics deploy/api deploy/websocket",
+    "deploy/cli/fronts": "deploy deploy/http deploy/server deploy/front_processes deploy/cli deploy/cli/machines",
 }
 ENTRIES = {"deploy/__main__.py", "stages/__init__.py"}  # they only lead to other rooms: may import any
 ROOMS = {name: set(below.split()) for name, below in BELOW.items()}

@@ -19,6 +19,7 @@ from ..config import ServerConfig
 from ..errors import ApiError, not_serving, shorten, wrong_field
 from ..metrics.watchdog import Watchdog
 from .chat_format import ChatFormat, check_parsers
+from .fronts import Fronts
 
 if TYPE_CHECKING:
     from ...stages.adapters.registry import AdapterRegistry
@@ -61,6 +62,7 @@ class Service:
         self.config = config
         self.watchdog = Watchdog(config, threads)
         self.engine: Engine | None = None
+        self.fronts: Fronts | None = None  # of a server that has several
         self.is_traced = False  # whether spans are exported
         self.load_progress: LoadProgress | None = None  # of the engine that is not attached yet
         self.chat_format: ChatFormat | None = None
@@ -83,6 +85,15 @@ class Service:
         self.model_names = self.model_names or (engine.info.model_id,)
         if engine.adapters is not None:
             engine.adapters.exclude(self.model_names)
+
+    @property
+    def mark(self) -> str:
+        """What is random in ids that live in this front begins with this; empty if there is one front."""
+        return "" if self.fronts is None else self.fronts.mark
+
+    def front_of(self, marked: str | None) -> int | None:
+        """The other front in which an id lives, by what is random in it; None for this one's."""
+        return None if self.fronts is None or marked is None else self.fronts.owner_of(marked)
 
     @property
     def health(self) -> Health:

@@ -25,6 +25,7 @@ MODULES = {
     "route": "machines.route",
     "chaos": "chaos.chaos_run",
 }  # of commands not in a module of their name
+FRONTED = ("serve", "route")  # they may have several front processes
 SERVERS = ("serve", "engine", "route")  # they log to the terminal, which no answer needs
 LOGGING = frozenset({"log_format", "log_level"})
 EVALUATION = frozenset(  # settings that may change a model's predictions, or are needed to load it
@@ -89,6 +90,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         options.sources = {name: setting.source for name, setting in settings.items()}
         options.trimmed = [name for name, setting in settings.items() if setting.is_trimmed]
         module = MODULES.get(options.command, options.command.replace("-", "_"))
+        if options.command in FRONTED and server_config.front_processes > 1:
+            module = "fronts.supervise"
         run: Run = import_module(f".{module}", __package__).run
         return run(options, engine_config, server_config)
     except ConfigError as error:
@@ -200,6 +203,10 @@ def _add_route(commands: Any) -> None:
         "addresses in a file, one a line, which may change; may be repeated"
     )
     fleet.add_argument("--engine", action="append", required=True, metavar="HOST:PORT", help=text)
+    text = "as --front-processes, by vLLM's name"
+    fleet.add_argument(
+        "--api-server-count", type=int, metavar="N", dest="front_processes", default=argparse.SUPPRESS, help=text
+    )
     _add_common(route)
     _add_engine_flags(route, frozenset(ServerConfig.__dataclass_fields__) - {"mode"}, FRONT)
 

@@ -59,10 +59,7 @@ def run_with(
     """Runs the server with an engine of `make_engine`."""
     with_messages = server_config.log_error_messages
     configure(server_config.log_format, server_config.log_level, with_error_messages=with_messages)
-    for name in options.trimmed:
-        log.warning("setting.trimmed", name=name, source=options.sources[name])  # white space around a key
-    for note in getattr(options, "notes", ()):  # flags of vLLM
-        log.info("flag.accepted", flag=note.flag, ours=note.ours or None, reason=note.reason or None)
+    log_notes(options)
     gc.disable()  # until the server is ready: start-up objects live on, and scanning them takes a tenth of the start
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -70,6 +67,14 @@ def run_with(
     finally:
         gc.unfreeze()
         gc.enable()
+
+
+def log_notes(options: argparse.Namespace) -> None:
+    """Logs what is to be told of the command line."""
+    for name in options.trimmed:
+        log.warning("setting.trimmed", name=name, source=options.sources[name])  # white space around a key
+    for note in getattr(options, "notes", ()):  # flags of vLLM
+        log.info("flag.accepted", flag=note.flag, ours=note.ours or None, reason=note.reason or None)
 
 
 async def serve(
@@ -83,7 +88,7 @@ async def serve(
     `sources` maps each setting to its source, for the start-up log.
     """
     manager = ServiceManager.take(os.environ)
-    _check_limits()
+    check_limits()
     engine_config.check_files()
     server_config.check_folders()
     stop = StopSignals(server_config.lame_duck_s + server_config.shutdown_timeout_s + STOP_S)
@@ -202,7 +207,7 @@ def _addresses(server: Server, model_impl: ModelImpl) -> str:
     return "\n".join([f"ready: model {names}", *(f"  {name:<10}{url}" for name, url in rows.items())])
 
 
-def _check_limits() -> None:
+def check_limits() -> None:
     """Raises the limit of open files. `ConfigError` if this process may have too few of them, or too little memory."""
     num_files, left = raise_open_files(), address_space_left()
     if num_files < MIN_OPEN_FILES:

@@ -43,12 +43,15 @@ class ListeningSockets:
         self._file = None if path is None else _identity(path)
 
     @classmethod
-    def open(cls, config: ServerConfig) -> ListeningSockets:
-        """Opens the sockets of the configuration. `ConfigError` says why that is impossible."""
+    def open(cls, config: ServerConfig, *, shares_port: bool = False) -> ListeningSockets:
+        """Opens the sockets of the configuration. `ConfigError` says why that is impossible.
+
+        With `shares_port` other processes of this user may do the same: each connection goes to one of them.
+        """
         if config.uds is not None:
             path = Path(config.uds)
             return cls([_listen_unix(path)], path)
-        return cls(_listen_tcp(config.host, config.port))
+        return cls(_listen_tcp(config.host, config.port, shares_port))
 
     def close(self) -> None:
         """Stops listening. Idempotent."""
@@ -62,7 +65,7 @@ class ListeningSockets:
 # -- TCP
 
 
-def _listen_tcp(host: str, port: int) -> list[socket.socket]:
+def _listen_tcp(host: str, port: int, shares_port: bool) -> list[socket.socket]:
     """A socket for each address of the host, all on the same port."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -74,7 +77,7 @@ def _listen_tcp(host: str, port: int) -> list[socket.socket]:
     for family, kind, protocol, _, address in dict.fromkeys(found):
         chosen = (address[0], sockets[0].getsockname()[1] if sockets and not port else port, *address[2:])
         try:
-            sockets.append(_listen_at(family, kind, protocol, chosen))
+            sockets.append(_listen_at(family, kind, protocol, chosen, shares_port))
         except OSError as error:
             problem = error
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # IPv6 may be off
@@ -87,10 +90,12 @@ def _listen_tcp(host: str, port: int) -> list[socket.socket]:
     raise ConfigError(_tcp_problem(host, port, problem)) from None
 
 
-def _listen_at(family: int, kind: int, protocol: int, address: Any) -> socket.socket:
+def _listen_at(family: int, kind: int, protocol: int, address: Any, shares_port: bool) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else a port stays taken for a minute after an end
+        if shares_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)

@@ -6,9 +6,10 @@ import asyncio
 import re
 from collections.abc import Mapping
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from ...runtime.env.log import get_logger
 from ..admin.routes import AdminRoutes
@@ -36,6 +37,22 @@ if TYPE_CHECKING:
 log = get_logger("millrace.deploy")
 
 
+class ServerFronts(Protocol):
+    """This front of a server that has several; see `deploy/front_processes`."""
+
+    def attach(self, service: Service, metrics: Metrics) -> None:
+        """Called once, when the server is made."""
+
+    def listen(self) -> ListeningSockets:
+        """The socket at which other fronts reach this one."""
+
+    def middleware(self) -> Middleware:
+        """Passes requests on, or answers for all fronts; innermost, after the check of keys."""
+
+    async def close(self) -> None:
+        """Closes the connections to other fronts."""
+
+
 class Server:
     """An HTTP server; it answers 503 `loading` from `start` until an engine is attached.
 
@@ -51,12 +68,14 @@ class Server:
         config: ServerConfig,
         listening: ListeningSockets | None = None,
         environment: Mapping[str, str] | None = None,
+        fronts: ServerFronts | None = None,
     ) -> None:
         """`listening`: the sockets of this configuration, if they are open already. `environment`: variables of
-        OpenTelemetry, which add to the setting of its endpoint."""
+        OpenTelemetry, which add to the setting of its endpoint. `fronts`: this is one of several front processes."""
         config.check_folders()
         self.config = config
         self._listening = listening
+        self._fronts = fronts
         self._threads = SizedThreads("millrace-http")  # for long bodies and prompts
         self.service = Service(config, self._threads)
         self.metrics = Metrics(self.service.watchdog, lambda: self.service.health)
@@ -64,6 +83,8 @@ class Server:
         self.otlp_exporter = None if export is None else OtlpExporter(export, package_version(), self._threads)
         self.service.is_traced = export is not None
         self.metrics.otlp_exporter = self.otlp_exporter
+        if fronts is not None:
+            fronts.attach(self.service, self.metrics)
         self._routes = Routes(self.service, self.metrics, self._threads)
         self._sockets = self._routes.sockets
         self._inspect_routes = InspectRoutes(self.service, self._threads)
@@ -86,6 +107,8 @@ class Server:
         self._listening = self._listening or ListeningSockets.open(self.config)
         self._runner = ServerRunner(self._make_app(), self.config, self._probes())
         await self._runner.setup()
+        if self._fronts is not None:  # first: clients may ask for what another front has
+            await Site(self._runner, self._fronts.listen(), self.config, None).start()
         await Site(self._runner, self._listening, self.config, self._tls).start()
         if self.config.uds is None:
             self._port = self._listening.port
@@ -136,6 +159,8 @@ class Server:
             await asyncio.gather(self._sockets.close(), self._routes.feed.close(), self._admin.profiler.close())
             runner.wait_for_writes(self._limit_s - asyncio.get_running_loop().time())
             await runner.cleanup()
+        if self._fronts is not None:
+            await self._fronts.close()
         if self._listening is not None:
             self._listening.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -165,6 +190,8 @@ class Server:
             check_keys(ApiKeys(self.config.api_key), others, open_paths),
             take_in(self.service, routes.new_work, routes.open_ended),
         ]
+        if self._fronts is not None:
+            middlewares.append(self._fronts.middleware())
         app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
         app.on_response_prepare.append(add_headers(self.service, gate))
         app.on_shutdown.append(routes.stop)

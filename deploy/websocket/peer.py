@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 
 from aiohttp import WSMsgType, web
@@ -56,6 +57,11 @@ class Peer:
             max_msg_size=config.max_body_bytes + 1,
             protocols=(PROTOCOL,),
         )
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Of the handshake."""
+        return self._request.headers
 
     async def open(self) -> None:
         """Answers the handshake. `ApiError` if the request is not a valid one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -76,15 +76,23 @@ class ResponsesSession(SocketSession):
             await asyncio.wait([before])
         with bound(request_id=parsed.id):
             try:
-                order = await self._responses.take(parsed, self.owner, self._client_id)
                 more = {} if lane is None else {"stream_id": lane}
-                async with aclosing(self._responses.events(order)) as events:
+                async with aclosing(await self._events(parsed)) as events:
                     async for event in events:
-                        await self.peer.send(orjson.dumps(event | more))
+                        await self.peer.send(orjson.dumps({**event, **more}))
             except ConnectionError:
                 return  # the client has left
             except Exception as error:
                 await self._send_error(stream_error(None, error, parsed.id), _of(lane))
+
+    async def _events(self, parsed: ParsedBody) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Those of this front, or of the one that has the response it continues."""
+        fronts = self._context.service.fronts
+        if parsed.elsewhere is not None and fronts is not None:
+            front, body = parsed.elsewhere
+            return fronts.events(self.peer.headers, front, "/v1/responses", body)
+        order = await self._responses.take(parsed, self.owner, self._client_id)
+        return self._responses.events(order)
 
 
 def _of(lane: Any) -> dict[str, Any]:

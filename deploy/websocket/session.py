@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from ..api.chat.answers import ChatAnswerBuilder
@@ -23,6 +24,7 @@ from .envelopes import (
     read_envelope,
 )
 from .peer import Peer
+from .relayed_stream import RelayedStream
 from .stream import RequestStream
 from .stream_registry import StreamRegistry
 
@@ -44,6 +46,7 @@ class Session(SocketSession):
         self._registry = registry
         self.num_kept = 0  # bytes of messages in the windows of its streams
         self._streams: dict[str, RequestStream] = {}
+        self._relayed: dict[str, RelayedStream] = {}  # of other fronts
 
     @property
     def has_room(self) -> bool:
@@ -62,19 +65,49 @@ class Session(SocketSession):
 
     @property
     def is_idle(self) -> bool:
-        return not self._streams
+        return not self._streams and all(one.is_done for one in self._relayed.values())
 
     def leave(self) -> None:
         streams, self._streams = list(self._streams.values()), {}
         cause = "stalled_reader" if self.peer.has_stalled else "disconnect"
         for stream in streams:
             stream.leave(cause, for_good=self.peer.has_left)
+        for relayed in self._relayed.values():
+            relayed.leave()
 
     async def take(self, raw: dict[str, Any], num_bytes: int) -> None:
         try:
-            await self._do(read_envelope(raw, self._context.config.strict_fields), num_bytes)
+            envelope = read_envelope(raw, self._context.config.strict_fields)
+            if not self._forwarded(envelope, raw):
+                await self._do(envelope, num_bytes)
         except ApiError as error:
             await self._send_error(error, _what_of(raw))
+
+    def _forwarded(self, envelope: Envelope, raw: dict[str, Any]) -> bool:
+        """Whether the message is about a request of another front, and was sent there."""
+        service, id = self._context.service, envelope.id
+        relayed = self._relayed.get(id)
+        if isinstance(envelope, Resume) and service.fronts is not None:
+            front = service.front_of(envelope.token)
+            if front is not None and relayed is None and id not in self._streams:
+                made = RelayedStream(
+                    self._context, self.peer, service.fronts, front, raw, partial(self._relay_ended, id)
+                )
+                self._relayed[id] = made
+                return True
+        if relayed is None:
+            return False
+        if isinstance(envelope, Create) and relayed.is_done:
+            relayed.leave()
+            return False
+        relayed.forward(raw)
+        return True
+
+    def _relay_ended(self, id: str) -> None:
+        relayed = self._relayed.pop(id)
+        if relayed.error is not None:
+            self._context.spawn(self._send_error(relayed.error, {"id": id, "in_reply_to": "resume"}))
+        self.end_if_drained()
 
     async def _do(self, envelope: Envelope, num_bytes: int) -> None:
         stream = self._streams.get(envelope.id)

@@ -57,7 +57,7 @@ class RequestStream:
     ) -> None:
         self.id = create.id
         self.owner = session.owner
-        self.token = secrets.token_urlsafe(18) if create.resume else None
+        self.token = registry.context.service.mark + secrets.token_urlsafe(18) if create.resume else None
         self.delivery: ChunkDelivery[StreamSession] = ChunkDelivery(create.id, session, keep=create.resume)
         self._registry = registry
         self._context = registry.context

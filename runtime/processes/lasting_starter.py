@@ -55,5 +55,14 @@ def end_with_starter() -> None:
 
     A parent that has ended before is found by `end_with_parent` of `child.py`.
     """
+    _at_end_of_starter(signal.SIGKILL)
+
+
+def continue_with_starter() -> None:
+    """As `end_with_starter`, for a process that ends by itself once its link does: it is continued if it is stopped."""
+    _at_end_of_starter(signal.SIGCONT)
+
+
+def _at_end_of_starter(number: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, number, 0, 0, 0)

@@ -35,20 +35,22 @@ class ConnectedHost:
 
     death_s = 0.0
 
-    def __init__(self, name: str, transport: SocketTransport, link_timeout_s: float | None) -> None:
+    def __init__(self, peer: EnginePeer, transport: SocketTransport, link_timeout_s: float | None) -> None:
         self.transport, self.link_timeout_s = transport, link_timeout_s
         self.pid = 0  # of another machine
-        self._name, self._sock = name, transport.sock
+        self._peer, self._sock = peer, transport.sock
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> str:
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._peer.note_stuck()
         with suppress(OSError):  # it is closed
             self._sock.shutdown(socket.SHUT_RDWR)
         if not self._ended.done():
-            self._ended.set_result(f"the end of the connection to {self._name}")
+            self._ended.set_result(f"the end of the connection to {self._peer.name}")
 
 
 class ConnectedHosts:
@@ -157,7 +159,7 @@ class ConnectedHosts:
                 transport = await peer.connect()
             except (AuthError, OSError) as error:
                 raise EngineDied(f"engine {peer.name} cannot be reached: {reason_of(error)}") from None
-        return ConnectedHost(peer.name, transport, self._link_timeout_s)
+        return ConnectedHost(peer, transport, self._link_timeout_s)
 
 
 def check_alike(names: Sequence[str], ready: Sequence[EngineReady]) -> None:

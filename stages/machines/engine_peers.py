@@ -38,6 +38,9 @@ class EnginePeer(Protocol):
     async def connect(self) -> SocketTransport:
         """A new connection to it. Raises `AuthError` if it has another key, and OSError."""
 
+    def note_stuck(self) -> None:
+        """It makes no progress, or gives no sign of life: the front gives up a connection that has not ended."""
+
 
 class TcpPeer:
     """An engine at an address; see `EnginePeer`."""
@@ -48,6 +51,9 @@ class TcpPeer:
 
     async def connect(self) -> SocketTransport:
         return await dial(*self._address, self._key)
+
+    def note_stuck(self) -> None:
+        """Does nothing: its own machine is to replace it."""
 
 
 def name_of(address: Address) -> str:

@@ -91,6 +91,9 @@ class OwnPeer:
         self._server.take(SocketTransport(theirs))
         return SocketTransport(ours)
 
+    def note_stuck(self) -> None:
+        """Does nothing: it is this process."""
+
 
 async def warm_up_own(server: EngineServer, warm_up: WarmUp) -> None:
     """Runs the first requests of an engine, which is then its own front. Nothing of them stays cached."""

@@ -100,7 +100,7 @@ class EngineClient:
             if self._start_host is not None:
                 self._child = await self._start_host()
             else:
-                self._child = await Child.start(self._module, files, _environment() | dict(self._environment))
+                self._child = await Child.start(self._module, files, child_environment() | dict(self._environment))
         except OSError as error:
             raise EngineDied(f"the engine process cannot be started: {error.strerror or error}") from error
         timeout_s = self._child.link_timeout_s
@@ -217,8 +217,8 @@ class EngineClient:
             self.died.set_result(how)
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment and module path, without the server's secrets."""
+def child_environment() -> dict[str, str]:
+    """This process's environment and module path, for a child, without the server's secrets."""
     secret = ("MILLRACE_API_KEY", "MILLRACE_ADMIN_KEY", "MILLRACE_SSL")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
     ours = [path or os.getcwd() for path in sys.path]

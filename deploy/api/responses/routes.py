@@ -52,6 +52,9 @@ class ResponsesRoutes(ApiRoutes):
         """`POST /v1/responses`."""
         self.service.require_engine()
         parsed = await read(request, self.service.config, self._threads, self.responses.read)
+        if parsed.elsewhere is not None and self.service.fronts is not None:
+            front, body = parsed.elsewhere
+            return await self.service.fronts.pass_on(request, front, body)
         order = await self.responses.take(parsed, request[OWNER], request[REQUEST_ID])
         headers = ignored_headers([*parsed.ignored, *order.order.ignored])
         if order.body.background:

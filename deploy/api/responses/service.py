@@ -45,6 +45,7 @@ class ParsedBody:
     ignored: Sequence[str]  # names of unknown fields
     items: Sequence[Item]
     num_bytes: int
+    elsewhere: tuple[int, bytes] | None = None  # the front that has the response it continues, and the body for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,14 @@ class ResponseService:
         """Validates a body alone. `ApiError` 400 names the wrong field. May be called in a thread."""
         body, passed, ignored = read_adapted(ResponsesBody, raw, self.service.config.strict_fields)
         self.service.adapter_of(body.model)
-        suffix = secrets.token_hex(16)
-        return ParsedBody(
-            PREFIX + suffix, body, passed, ignored, read_items(body.input, suffix), len(orjson.dumps(raw))
-        )
+        mark = self.service.mark
+        suffix = mark + secrets.token_hex(16)[len(mark) :]
+        previous = (body.previous_response_id or "").removeprefix(PREFIX)
+        front = self.service.front_of(previous)
+        data = orjson.dumps(raw)
+        items = read_items(body.input, suffix)
+        elsewhere = None if front is None else (front, data)
+        return ParsedBody(PREFIX + suffix, body, passed, ignored, items, len(data), elsewhere)
 
     async def take(self, parsed: ParsedBody, owner: str, client_id: str) -> PreparedResponse:
         """The order with its history.

@@ -212,9 +212,7 @@ SERVER: Mapping[str, Row] = {
     "--disable-fastapi-docs": Switch(("--disable-docs",), ("--no-disable-docs",)),
     "--enable-offline-docs": SoAnyway("/docs needs no network"),
     "--disable-frontend-multiprocessing": Switch(("--mode", "inline"), ("--mode", "split")),
-    "--api-server-count": SoAnyway(
-        "HTTP has one process", ("1",), "HTTP has one process; --mode split gives it its own"
-    ),
+    "--api-server-count": Renamed("--front-processes"),
     "--response-role": SoAnyway("answers have the role assistant", ("assistant",), "only assistant is supported"),
     "--return-tokens-as-token-ids": Unsupported("send return_tokens_as_token_ids with each request instead"),
     "--tool-parser-plugin": Unsupported("name the class: --tool-call-parser package.module:Class"),

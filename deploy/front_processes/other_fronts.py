@@ -1,0 +1,236 @@
+"""`OtherFronts`: how a front passes on what another one has, at that one's Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import (
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    ClientWebSocketResponse,
+    ClientWSTimeout,
+    UnixConnector,
+    WSMsgType,
+    web,
+)
+from multidict import CIMultiDict
+from yarl import URL
+
+from ...runtime.pipeline import Health
+from ..api.service import Service
+from ..config import ServerConfig
+from ..errors import ApiError, not_serving
+from ..http.connections import MAX_HEADER_LINE
+from ..http.listening import ListeningSockets
+from ..http.request_context import REQUEST_ID
+from ..metrics.metrics import Metrics
+from ..websocket.peer import GOING_AWAY, NORMAL
+from .front_member import FrontMember
+from .front_metrics import packed
+from .sockets import front_path, listen_at
+
+MARK_CHARS = 2  # at the beginning of what is random in an id: the front's number, in hexadecimal
+CONNECT_S = 2.0
+CLOSE_S = 1.0  # for the answer to the close of a WebSocket
+OF_CONNECTION = frozenset(  # headers of one connection, which are not passed on
+    {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "content-length"}
+)
+OF_KEYS = ("Authorization", "x-api-key", "Sec-WebSocket-Protocol", "Host", "Origin")
+
+
+class PassedSocket:
+    """See `FrontSocket`."""
+
+    def __init__(self, socket: ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self.is_over = False
+
+    async def send(self, message: bytes) -> None:
+        if self._socket.closed:
+            raise ConnectionResetError("the front's socket has ended")
+        await self._socket.send_str(message.decode())
+
+    async def receive(self) -> bytes | None:
+        message = await self._socket.receive()
+        return str(message.data).encode() if message.type is WSMsgType.TEXT else None
+
+    async def close(self) -> None:
+        await self._socket.close(code=NORMAL if self.is_over else GOING_AWAY)
+
+
+class OtherFronts:
+    """See `Fronts`. One per front, on its loop."""
+
+    def __init__(self, member: FrontMember, number: int, folder: Path, config: ServerConfig) -> None:
+        self.member, self.number = member, number
+        self.mark = mark_of(number)
+        self.config, self._folder = config, folder
+        self._sessions: dict[int, ClientSession] = {}
+        self._service: Service | None = None
+        self._metrics: Metrics | None = None
+
+    # -- of this front
+
+    def attach(self, service: Service, metrics: Metrics) -> None:
+        """Called once, when the server is made."""
+        self._service, self._metrics = service, metrics
+        service.fronts = self
+
+    def own_metrics(self) -> bytes:
+        """This front's metrics alone, as the supervisor takes them."""
+        assert self._metrics is not None
+        return packed(self._metrics.collect())
+
+    def listen(self) -> ListeningSockets:
+        """The Unix socket at which other fronts reach this one."""
+        path = front_path(self._folder, self.number)
+        return ListeningSockets([listen_at(path)], path)
+
+    async def close(self) -> None:
+        """Closes the connections to the others."""
+        await asyncio.gather(*(session.close() for session in self._sessions.values()))
+        self._sessions.clear()
+
+    # -- which front
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all fronts, this one's first."""
+        others = [number for number in range(self.config.front_processes) if number != self.number]
+        return [self.number, *others]
+
+    def owner_of(self, marked: str) -> int | None:
+        number = number_of(marked)
+        return number if number in self.numbers[1:] else None
+
+    # -- passing
+
+    async def pass_on(self, request: web.Request, front: int, body: bytes | None = None) -> web.StreamResponse:
+        if body is None and request.can_read_body:
+            body = await request.read()
+        async with self._asked(request, front, body) as found:
+            response = web.StreamResponse(status=found.status, reason=found.reason)
+            for name, value in found.headers.items():
+                if name.lower() not in OF_CONNECTION:
+                    response.headers.add(name, value)
+            if (length := found.headers.get("Content-Length")) is not None:
+                response.content_length = int(length)
+            await response.prepare(request)
+            if request.method != "HEAD":
+                async for part in found.content.iter_any():
+                    async with asyncio.timeout(self.config.stalled_reader_s):
+                        await response.write(part)
+            await response.write_eof()
+        return response
+
+    async def answer_of(self, request: web.Request, front: int, path: str | None = None) -> tuple[int, Any]:
+        """Status and JSON of a front's answer to this request, without a body; `path` in place of its own."""
+        async with self._asked(request, front, None, path) as found:
+            data = await found.read()
+        return found.status, orjson.loads(data) if data else None
+
+    async def events(
+        self, headers: Mapping[str, str], front: int, path: str, body: bytes
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        async with self._connected(front), self._post(headers, front, path, body) as found:
+            if found.status != 200:
+                raise _error_of(found.status, await found.read())
+            async for line in found.content:
+                if line.startswith(b"data: {"):
+                    event: dict[str, Any] = orjson.loads(line[6:])
+                    yield event
+
+    @asynccontextmanager
+    async def open_socket(self, headers: Mapping[str, str], front: int, path: str) -> AsyncIterator[PassedSocket]:
+        kept = {name: headers[name] for name in OF_KEYS if name in headers}
+        protocols = [one.strip() for one in kept.pop("Sec-WebSocket-Protocol", "").split(",") if one.strip()]
+        url, most = f"http://front{path}", self.config.max_body_bytes
+        timeout = ClientWSTimeout(ws_close=CLOSE_S)
+        async with self._connected(front):
+            made = await self._session(front).ws_connect(
+                url, headers=kept, protocols=protocols, max_msg_size=most, timeout=timeout
+            )
+        socket = PassedSocket(made)
+        try:
+            yield socket
+        finally:
+            await socket.close()
+
+    @asynccontextmanager
+    async def _asked(
+        self, request: web.Request, front: int, body: bytes | None, path: str | None = None
+    ) -> AsyncIterator[ClientResponse]:
+        headers = CIMultiDict((k, v) for k, v in request.headers.items() if k.lower() not in OF_CONNECTION)
+        headers["X-Request-Id"] = request[REQUEST_ID]
+        url = URL(f"http://front{request.raw_path if path is None else path}", encoded=True)
+        session = self._session(front)
+        async with (
+            self._connected(front),
+            session.request(request.method, url, headers=headers, data=body, allow_redirects=False) as found,
+        ):
+            yield found
+
+    @asynccontextmanager
+    async def _post(
+        self, headers: Mapping[str, str], front: int, path: str, body: bytes
+    ) -> AsyncIterator[ClientResponse]:
+        kept = {name: headers[name] for name in OF_KEYS if name in headers} | {"Content-Type": "application/json"}
+        async with self._session(front).post(f"http://front{path}", headers=kept, data=body) as found:
+            yield found
+
+    @asynccontextmanager
+    async def _connected(self, front: int) -> AsyncIterator[None]:
+        """Turns a connection that cannot be made, or breaks before the answer, into 503."""
+        try:
+            yield
+        except (ClientError, OSError) as error:
+            if isinstance(error, ConnectionError) and not isinstance(error, ClientError):
+                raise  # the client's own
+            health = Health("loading", reason=f"front {front}, which has what is asked for, is away; try again")
+            raise not_serving(health) from None
+
+    def _session(self, front: int) -> ClientSession:
+        if front not in self._sessions:
+            self._sessions[front] = ClientSession(
+                connector=UnixConnector(str(front_path(self._folder, front)), limit=0),
+                timeout=ClientTimeout(total=None, sock_connect=CONNECT_S),
+                auto_decompress=False,
+                max_line_size=MAX_HEADER_LINE,
+                max_field_size=MAX_HEADER_LINE,
+            )
+        return self._sessions[front]
+
+
+def is_of_a_front(request: web.BaseRequest) -> bool:
+    """Whether another front sent this request: it came over a Unix socket, which clients do not have here."""
+    transport = request.transport
+    return transport is not None and isinstance(transport.get_extra_info("sockname"), (str, bytes))
+
+
+def mark_of(number: int) -> str:
+    """What is random in an id begins with this, if the id lives in one front."""
+    return f"{number:0{MARK_CHARS}x}"
+
+
+def number_of(marked: str) -> int | None:
+    """The number of the front that made this; None for anything else."""
+    try:
+        return int(marked[:MARK_CHARS], 16) if len(marked) > MARK_CHARS else None
+    except ValueError:
+        return None
+
+
+def _error_of(status: int, body: bytes) -> ApiError:
+    """The error that another front answered with."""
+    try:
+        error = orjson.loads(body)["error"]
+        return ApiError(error["code"], error["message"], param=error.get("param"))
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return ApiError("internal_error", f"another front answered {status}")

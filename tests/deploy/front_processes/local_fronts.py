@@ -1,0 +1,99 @@
+"""The fronts of one server in this process: real ones, with scripted engines, links and Unix sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from millrace.deploy.config import ServerConfig
+from millrace.deploy.front_processes.all_fronts import AllFronts
+from millrace.deploy.front_processes.front_member import FrontMember
+from millrace.deploy.front_processes.kept_metrics import KeptMetrics
+from millrace.deploy.front_processes.other_fronts import OtherFronts
+from millrace.deploy.front_processes.words import (
+    CODEC,
+    LINK_TIMEOUT_S,
+    FleetStates,
+    FrontState,
+    MetricsAsked,
+    MetricsTaken,
+)
+from millrace.deploy.http.listening import ListeningSockets
+from millrace.deploy.server.server import Server
+from millrace.runtime.processes.link import Link
+from millrace.runtime.processes.transport import SocketTransport
+from millrace.stages.engine.engine import Engine
+
+
+class SupervisorEnd:
+    """The supervisor's end of the link to one front."""
+
+    def __init__(self, number: int, sock: socket.socket, metrics: KeptMetrics) -> None:
+        self._number, self._metrics = number, metrics
+        self._link = Link(SocketTransport(sock), CODEC, self._receive, lambda error: None, timeout_s=LINK_TIMEOUT_S)
+        self._link.start()
+
+    def post(self, word: Any) -> None:
+        self._link.post(word)
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _receive(self, word: Any) -> None:
+        if isinstance(word, MetricsTaken):
+            self._metrics.take(self._number, word)
+        elif isinstance(word, MetricsAsked):
+            self._metrics.ask(self, word.number)
+
+
+@dataclass(frozen=True)
+class LocalFronts:
+    """All fronts. Each has a port of its own, so that a test can choose one; with `shares_port` they have one."""
+
+    servers: Sequence[Server]
+    metrics: KeptMetrics
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self.servers]
+
+
+@asynccontextmanager
+async def local_fronts(
+    engines: Sequence[Engine], config: ServerConfig, *, shares_port: bool = False
+) -> AsyncIterator[LocalFronts]:
+    """Serves started engines, each behind a front."""
+    config = replace(config, front_processes=len(engines))
+    ends: dict[int, SupervisorEnd] = {}
+    metrics = KeptMetrics(lambda: ends)
+    states = [FrontState(number, os.getpid(), "ready", None, 0) for number in range(len(engines))]
+    servers: list[Server] = []
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for number, engine in enumerate(engines):
+            ours, theirs = socket.socketpair()
+            ends[number] = SupervisorEnd(number, ours, metrics)
+            stack.callback(ends[number].close)
+            member = FrontMember(theirs, ends_process=False)
+            member.link.start()
+            stack.callback(member.close)
+            fronts = OtherFronts(member, number, folder, config)
+            listening = ListeningSockets.open(config, shares_port=shares_port)
+            if shares_port:
+                config = replace(config, port=listening.port)
+            server = await stack.enter_async_context(Server(config, listening, {}, AllFronts(fronts)))
+            server.attach(engine)
+            stack.callback(member.tell_last_metrics)
+            member.tell_metrics(fronts.own_metrics)
+            member.has_started = True
+            member.link.setup.set_result(None)  # all later words are no setup
+            servers.append(server)
+        for end in ends.values():
+            end.post(FleetStates(states, has_engines=True))
+        yield LocalFronts(servers, metrics)

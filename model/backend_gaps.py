@@ -78,8 +78,6 @@ def _of_torch_alone(layer: LayerSpec) -> Iterator[str]:
     mixer = layer.mixer
     if isinstance(mixer, RecurrentSpec):
         yield f"recurrent layers: {mixer.kind}"
-    if isinstance(mixer, LatentSpec):
-        yield "latent attention"
     if mixer is None:
         yield "layers without attention"
     if layer.feed is None:
@@ -91,6 +89,8 @@ def _of_torch_alone(layer: LayerSpec) -> Iterator[str]:
 def _of_cpus_alone(layer: LayerSpec) -> Iterator[str]:
     """What the kernels of torch and the native step compute, and Triton's do not."""
     mixer = layer.mixer
+    if isinstance(mixer, LatentSpec):
+        yield "latent attention"
     if isinstance(mixer, AttentionSpec) and mixer.v_norm is not None:
         yield "a norm of values"
     if isinstance(mixer, AttentionSpec) and mixer.is_k_v:

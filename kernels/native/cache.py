@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..layout.kv_layout import KVKind, KVLayout
+from ..layout.kv_layout import KindName, KVKind, KVLayout
 from . import library
 from .page_preallocation import LARGE_PAGE, NO_LIMIT, PagePreallocation
 from .shape import CACHE_TYPES, Array, CacheDType, Longs, NativeShape
@@ -62,8 +62,8 @@ class NativeCache:
     ) -> NativeCache:
         """A cache of one kind: all layers keep all keys. The other arguments are as those of the class."""
         layers, block_bytes = shape.kv_layers, shape.bytes_per_block(block_size, dtype)
-        heads = shape.heads_of(shape.layers[layers[0]])
-        kind = KVKind("full", layers, None, heads.num_kv_heads, heads.head_dim, heads.head_dim, block_bytes)
+        name: KindName = "latent" if shape.has_latents else "full"
+        kind = KVKind(name, layers, None, *shape.cached_sizes(shape.layers[layers[0]]), block_bytes)
         own = {layer: place for place, layer in enumerate(layers)}
         donors = [index if layer.kv_of is None else layer.kv_of for index, layer in enumerate(shape.layers)]
         layout = KVLayout.uniform(kind, block_size, num_blocks, [(0, own[donor]) for donor in donors])
@@ -75,10 +75,9 @@ class NativeCache:
         return self.data_of[0]
 
     def _view(self, shape: NativeShape, kind: KVKind, num_blocks: int) -> Array:
-        heads = {shape.heads_of(shape.layers[layer]) for layer in kind.layers}
-        found = {(one.num_kv_heads, one.head_dim, one.head_dim) for one in heads}
-        assert found == {(kind.num_kv_heads, kind.key_dim, kind.value_dim)}, f"{kind}: its layers have {heads}"
-        sizes = (len(kind.layers), 2 * kind.num_kv_heads, num_blocks)
+        found = {shape.cached_sizes(shape.layers[layer]) for layer in kind.layers}
+        assert found == {(kind.num_kv_heads, kind.key_dim, kind.value_dim)}, f"{kind}: its layers have {found}"
+        sizes = (len(kind.layers), (1 if kind.name == "latent" else 2) * kind.num_kv_heads, num_blocks)
         used = num_blocks * kind.block_bytes // self.memory.itemsize
         view = self.memory[:, :used].reshape(len(self.memory), *sizes, -1)
         assert np.may_share_memory(view, self.memory), "a copy of the cache is not the cache"
@@ -92,7 +91,7 @@ class NativeCache:
         assert len(layout.kinds) <= library.MAX_KINDS, f"{len(layout.kinds)} kinds: at most {library.MAX_KINDS}"
         kinds = (library.CacheKindStruct * len(layout.kinds))(
             *(
-                library.CacheKindStruct(count, size, kind.window or 0, kind.num_kv_heads, kind.key_dim)
+                library.CacheKindStruct(count, size, kind.window or 0, kind.num_kv_heads, kind.key_dim, kind.value_dim)
                 for count, (kind, size) in zip(layout.num_blocks, _kinds(layout), strict=True)
             )
         )

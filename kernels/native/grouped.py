@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..layout.grouped_codes import GroupedCodes, GroupedFormat
 from . import library, tensors
-from .shape import NativeShape
+from .shape import NativeLayer, NativeShape
 
 # `CodeTable`, `NumberKind` and `CodePacking` of source/grouped
 _TABLES = {"affine": 0, "iq4": 1, "e2m1": 2, "nf4": 3}
@@ -19,6 +19,13 @@ _NUMBERS = {None: 0, "f16": 1, "bf16": 2, "f32": 3, "e8m0": 4}
 _PACKINGS = {"bytes": 0, "pairs": 1, "halves_of_32": 2, "halves_of_64": 3}
 _SUPER = 256  # columns of a super
 _PANEL = 32  # rows of a panel
+_FIRST_OF_PRODUCT = (
+    ("k_proj", "q_proj"),
+    ("v_proj", "q_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "q_proj"),
+    ("kv_a_proj_with_mqa", "q_proj"),
+)
 _ROW = 1 << 30  # columns of a group that is a row, however long
 
 
@@ -70,10 +77,9 @@ def packable(
         if tensors.is_matrix(name, True) and why_not(form, num_columns(shape, name)) is None
     }
     for layer in range(shape.num_layers):
-        heads = shape.heads_of(shape.layers[layer])
-        are_whole = heads.head_dim * heads.num_heads % _PANEL == heads.head_dim * heads.num_kv_heads % _PANEL == 0
+        are_whole = _are_whole_panels(shape, shape.layers[layer])
         for together in tensors.matrices_of(shape, layer):
-            may_differ = are_whole and together[0].endswith("q_proj.weight")
+            may_differ = are_whole and together[0].endswith(("q_proj.weight", "q_a_proj.weight"))
             found = {kept.get(name) for name in together}
             num_factors = len({factors.get(name, 1.0) for name in together})
             num_orders = len({None if name not in columns else columns[name].tobytes() for name in together})
@@ -83,11 +89,20 @@ def packable(
     return kept
 
 
+def _are_whole_panels(shape: NativeShape, layer: NativeLayer) -> bool:
+    """Whether the rows of queries, keys and values, or latents, begin with panels."""
+    heads, latents = shape.heads_of(layer), layer.latents
+    if latents is not None:
+        queries = latents.q_rank or heads.num_heads * (latents.nope_dim + latents.rope_dim)
+        return queries % _PANEL == 0
+    return heads.head_dim * heads.num_heads % _PANEL == heads.head_dim * heads.num_kv_heads % _PANEL == 0
+
+
 def product_of(name: str) -> str:
     """The product that a matrix is in, by the name of one of its matrices: q for q, k and v, and up for gate and up."""
     if f".{tensors.LAYER_INPUT}" in name:
         return name
-    for part, first in (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("gate_proj", "up_proj")):
+    for part, first in _FIRST_OF_PRODUCT:
         name = name.replace(part, first)
     return name
 
@@ -98,8 +113,10 @@ def num_columns(shape: NativeShape, name: str) -> int:
         return shape.hidden_size
     layer = shape.layers[tensors.place(name)[0]]
     if name.endswith("o_proj.weight"):
-        heads = shape.heads_of(layer)
-        return heads.num_heads * heads.head_dim
+        heads, latents = shape.heads_of(layer), layer.latents
+        return heads.num_heads * (latents.value_dim if latents else heads.head_dim)
+    if layer.latents and name.endswith(("q_b_proj.weight", "kv_b_proj.weight")):
+        return layer.latents.kv_rank if name.endswith("kv_b_proj.weight") else layer.latents.q_rank or 0
     if name.endswith(f"{tensors.LAYER_INPUT}up_proj.weight"):
         assert shape.layer_inputs is not None
         return shape.layer_inputs.width

@@ -48,6 +48,12 @@ class LayerInputsStruct(Structure):
     ]
 
 
+class LatentsStruct(Structure):
+    """`LatentShape` of source/weights/shape.h."""
+
+    _fields_ = [*((name, c_int64) for name in ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim"))]
+
+
 class LayerStruct(Structure):
     """`LayerShape` of source/weights/shape.h."""
 
@@ -60,6 +66,7 @@ class LayerStruct(Structure):
         *((name, c_int32) for name in ("is_qk_norm_over_row", "is_qk_norm_after_rope", "has_weight_per_head")),
         *((name, NormStruct) for name in ("pre_mixer", "post_mixer", "pre_feed", "post_feed", "qk_norm", "v_norm")),
         ("experts", ExpertsStruct),
+        ("latents", LatentsStruct),
     ]
 
 
@@ -124,7 +131,10 @@ class LoraSliceStruct(Structure):
 class CacheKindStruct(Structure):
     """`CacheKind` of source/step/step.h."""
 
-    _fields_ = [*((name, c_int64) for name in ("num_blocks", "blocks_per_slab", "window", "num_kv_heads", "head_dim"))]
+    _fields_ = [
+        *((name, c_int64) for name in ("num_blocks", "blocks_per_slab", "window")),
+        *((name, c_int64) for name in ("num_kv_heads", "head_dim", "value_dim")),
+    ]
 
 
 class CacheSlabsStruct(Structure):

@@ -67,6 +67,22 @@ class NativeHeads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NativeLatents:
+    """Attention over latents: all heads read one, of `kv_rank` and `rope_dim` numbers a token."""
+
+    q_rank: int | None  # of the compressed query; None = queries are projected directly
+    kv_rank: int
+    nope_dim: int  # numbers of a head without rotation
+    rope_dim: int  # rotated numbers of a head, whose key all heads share
+    value_dim: int
+
+    def block_bytes(self, block_size: int, dtype: CacheDType) -> int:
+        """Memory of one cache block of one layer; rows are padded to a multiple of 32 numbers."""
+        padded = -(-(self.kv_rank + self.rope_dim) // 32) * 32
+        return block_size * padded * np.dtype(CACHE_TYPES[dtype]).itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLayerInputs:
     """What each layer gets of a token besides the residual: x += norm(up(act(gate x) * input)), after its feed.
 
@@ -129,6 +145,7 @@ class NativeLayer:
 
     intermediate_size: int  # of the network that all tokens take; 0: there are experts alone
     heads: NativeHeads | None = None  # None = those of `NativeShape`
+    latents: NativeLatents | None = None  # instead of keys and values; `heads` are then those over the cache
     kv_of: int | None = None  # layer whose cache is read; this one writes none
     is_k_v: bool = False  # values are the keys before norm and rotation
     v_norm: NativeNorm | None = None  # of each head of values; it has no weight
@@ -186,6 +203,16 @@ class NativeShape:
         """The layers that keep keys and values, by number."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.kv_of is None)
 
+    @property
+    def has_latents(self) -> bool:
+        """Whether the cache keeps latents, in all layers."""
+        return any(layer.latents is not None for layer in self.layers)
+
+    def cached_sizes(self, layer: NativeLayer) -> tuple[int, int, int]:
+        """Key/value heads, and numbers of a key and of a value, as a kind of the cache has them."""
+        heads = self.heads_of(layer)
+        return heads.num_kv_heads, heads.head_dim, layer.latents.kv_rank if layer.latents else heads.head_dim
+
     def heads_of(self, layer: NativeLayer) -> NativeHeads:
         """The heads of a layer's attention."""
         own = NativeHeads(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
@@ -202,6 +229,9 @@ class NativeShape:
             *{("head_dim", heads.head_dim) for heads in all_heads},
             ("width of a layer's input", self.layer_inputs.width if self.layer_inputs else 0),
         ]
+        for latents in filter(None, dict.fromkeys(layer.latents for layer in self.layers)):
+            sizes = ("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim")
+            even += [(f"{name} of latents", getattr(latents, name) or 0) for name in sizes]
         gaps = [f"{name} = {size}: must be even for the native step" for name, size in even if size % 2]
         for experts in dict.fromkeys(layer.experts for layer in self.layers):
             gaps += experts.gaps() if experts else []
@@ -219,4 +249,4 @@ class NativeShape:
     def bytes_per_block(self, block_size: int, dtype: CacheDType) -> int:
         """Memory of one cache block: all layers that have one, keys and values."""
         layers = [self.layers[index] for index in self.kv_layers]
-        return sum(self.heads_of(layer).block_bytes(block_size, dtype) for layer in layers)
+        return sum((layer.latents or self.heads_of(layer)).block_bytes(block_size, dtype) for layer in layers)

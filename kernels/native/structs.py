@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 
-from .library import ExpertsStruct, LayerInputsStruct, LayerStruct, NormStruct, ShapeStruct
+from .library import ExpertsStruct, LatentsStruct, LayerInputsStruct, LayerStruct, NormStruct, ShapeStruct
 from .shape import (
     Activation,
     NativeExperts,
     NativeHeads,
+    NativeLatents,
     NativeLayer,
     NativeLayerInputs,
     NativeNorm,
@@ -81,6 +82,7 @@ def _layer(layer: NativeLayer, heads: NativeHeads) -> LayerStruct:
         qk_norm=_norm(None if qk_norm is None else qk_norm.norm),
         v_norm=_norm(layer.v_norm),
         experts=of_experts(layer.experts),
+        latents=_latents(layer.latents),
     )
 
 
@@ -108,6 +110,14 @@ def of_experts(experts: NativeExperts | None) -> ExpertsStruct:
         scales_input=experts.scales_input,
         has_shared_gate=experts.has_shared_gate,
     )
+
+
+def _latents(latents: NativeLatents | None) -> LatentsStruct:
+    """Zeros where there are none."""
+    if latents is None:
+        return LatentsStruct()
+    sizes = latents.nope_dim, latents.rope_dim, latents.value_dim
+    return LatentsStruct(latents.kv_rank, latents.q_rank or 0, *sizes)
 
 
 def _layer_inputs(inputs: NativeLayerInputs | None) -> LayerInputsStruct:

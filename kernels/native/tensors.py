@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .shape import NativeShape
+from .shape import NativeLayer, NativeShape
 
 # suffix of a layer's tensor -> `TensorKind` of source/weights/model.h
 LAYER_KINDS = {
@@ -44,6 +44,14 @@ LAYER_KINDS = {
     "per_layer.gate_proj.weight": 64,
     "per_layer.up_proj.weight": 65,
     "per_layer.norm.weight": 66,
+    "self_attn.q_a_layernorm.weight": 5,
+    "self_attn.kv_a_layernorm.weight": 6,
+    "self_attn.q_a_proj.weight": 67,
+    "self_attn.kv_a_proj_with_mqa.weight": 68,
+    "self_attn.q_b_proj.weight": 69,
+    "self_attn.kv_b_proj.weight": 70,
+    "self_attn.q_a_proj.bias": 71,
+    "self_attn.kv_a_proj_with_mqa.bias": 72,
     "mlp.shared_experts.gate_proj.weight": 11,  # the network that all tokens take, under another name
     "mlp.shared_experts.up_proj.weight": 12,
     "mlp.shared_experts.down_proj.weight": 13,
@@ -102,8 +110,8 @@ def matrices_of(shape: NativeShape, index: int) -> Iterator[tuple[str, ...]]:
         yield tuple(f"{prefix}{name}.{part}_proj.weight" for part in parts)
         yield (f"{prefix}{name}.down_proj.weight",)
 
-    parts = "q" if layer.kv_of is not None else "qk" if layer.is_k_v else "qkv"
-    yield tuple(f"{prefix}self_attn.{part}_proj.weight" for part in parts)
+    for parts in _projections(layer):
+        yield tuple(f"{prefix}self_attn.{part}.weight" for part in parts)
     yield (f"{prefix}self_attn.o_proj.weight",)
     if layer.intermediate_size:
         yield from network("mlp.shared_experts" if layer.is_shared else "mlp", layer.is_gated)
@@ -114,13 +122,29 @@ def matrices_of(shape: NativeShape, index: int) -> Iterator[tuple[str, ...]]:
         yield from ((f"{prefix}{LAYER_INPUT}{part}_proj.weight",) for part in ("gate", "up"))
 
 
+def _projections(layer: NativeLayer) -> Iterator[tuple[str, ...]]:
+    """Those of a layer's attention before its output, by product."""
+    latents = layer.latents
+    if latents is None:
+        yield tuple(f"{part}_proj" for part in ("q" if layer.kv_of is not None else "qk" if layer.is_k_v else "qkv"))
+    elif latents.q_rank is None:
+        yield "q_proj", "kv_a_proj_with_mqa"
+    else:
+        yield "q_a_proj", "kv_a_proj_with_mqa"
+        yield ("q_b_proj",)
+
+
 def is_of_model(name: str) -> bool:
     """Whether the tensor belongs to no layer."""
     return name in MODEL_KINDS
 
 
 def is_matrix(name: str, is_tied: bool) -> bool:
-    """Whether the tensor is multiplied in a product; the embedding is if it is the head (`is_tied`)."""
-    return (
-        name.endswith("_proj.weight") or name == "lm_head.weight" or (is_tied and name == "model.embed_tokens.weight")
-    )
+    """Whether the tensor is multiplied in a product; the embedding is if it is the head (`is_tied`).
+
+    Not what makes keys and values of latents, which stays in the model's dtype.
+    """
+    if name.endswith(".kv_b_proj.weight"):
+        return False
+    is_projection = name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+    return is_projection or name == "lm_head.weight" or (is_tied and name == "model.embed_tokens.weight")

@@ -14,6 +14,7 @@ from ...kernels.native.shape import (
     CacheDType,
     NativeExperts,
     NativeHeads,
+    NativeLatents,
     NativeLayer,
     NativeLayerInputs,
     NativeNorm,
@@ -24,7 +25,17 @@ from ..kv_kinds import BlockBytes, CachedMixer
 from ..lora.adapter import Adapter
 from ..lora.prepared import PreparedAdapter
 from ..lora.tensor_file import Pauses
-from ..spec import AttentionSpec, DecoderSpec, FeedSpec, LayerSpec, MoeSpec, NormSpec, PerLayerInputs, QkNorm
+from ..spec import (
+    AttentionSpec,
+    DecoderSpec,
+    FeedSpec,
+    LatentSpec,
+    LayerSpec,
+    MoeSpec,
+    NormSpec,
+    PerLayerInputs,
+    QkNorm,
+)
 from .step_inputs import StepInputs
 
 Floats = NDArray[np.float32]
@@ -59,7 +70,8 @@ def native_shape(spec: DecoderSpec) -> NativeShape:
 
 
 def _layer(layer: LayerSpec) -> NativeLayer:
-    attention, feed = layer.mixer, layer.feed
+    latents, feed = layer.mixer if isinstance(layer.mixer, LatentSpec) else None, layer.feed
+    attention = layer.mixer if latents is None else latents.cached
     assert isinstance(attention, AttentionSpec) and feed is not None
     moe = feed if isinstance(feed, MoeSpec) else None
     if isinstance(feed, MoeSpec):
@@ -67,6 +79,7 @@ def _layer(layer: LayerSpec) -> NativeLayer:
     return NativeLayer(
         intermediate_size=feed.intermediate_size,
         heads=heads_of(attention),
+        latents=None if latents is None else latents_of(latents),
         kv_of=attention.kv_of,
         is_k_v=attention.is_k_v,
         v_norm=_norm(attention.v_norm),
@@ -74,7 +87,7 @@ def _layer(layer: LayerSpec) -> NativeLayer:
         rope=attention.rope,
         attention_scale=attention.scale,
         soft_cap=attention.soft_cap,
-        qk_norm=_qk_norm(attention.qk_norm),
+        qk_norm=_qk_norm(attention.qk_norm if latents is None else QkNorm(norm=latents.norm)),
         query_temper=attention.query_temper,
         is_gated=feed.is_gated,
         activation=feed.activation,
@@ -95,8 +108,8 @@ def block_bytes(block_size: int, dtype: CacheDType) -> BlockBytes:
     """Bytes of a block of a layer, as the library keeps it."""
 
     def of_layer(mixer: CachedMixer) -> int:
-        assert isinstance(mixer, AttentionSpec), "missing() refuses others"
-        return heads_of(mixer).block_bytes(block_size, dtype)
+        kept = latents_of(mixer) if isinstance(mixer, LatentSpec) else heads_of(mixer)
+        return kept.block_bytes(block_size, dtype)
 
     return of_layer
 
@@ -105,6 +118,17 @@ def heads_of(attention: AttentionSpec) -> NativeHeads:
     """The heads as the library takes them."""
     sizes = attention.num_heads, attention.num_kv_heads, attention.head_dim
     return NativeHeads(num_heads=sizes[0], num_kv_heads=sizes[1], head_dim=sizes[2])
+
+
+def latents_of(latents: LatentSpec) -> NativeLatents:
+    """The sizes of latents as the library takes them."""
+    return NativeLatents(
+        q_rank=latents.q_rank,
+        kv_rank=latents.kv_rank,
+        nope_dim=latents.nope_dim,
+        rope_dim=latents.rope_dim,
+        value_dim=latents.value_dim,
+    )
 
 
 def _layer_inputs(inputs: PerLayerInputs | None) -> NativeLayerInputs | None:

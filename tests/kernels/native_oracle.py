@@ -33,6 +33,9 @@ SMALL: dict[str, Any] = {
 }
 
 
+LATENT_NORM = NativeNorm(eps=1e-6)
+
+
 def small_shape(
     has_qk_norm: bool = False, layer: dict[str, Any] | None = None, last: dict[str, Any] | None = None, **sizes: Any
 ) -> NativeShape:
@@ -115,6 +118,18 @@ class Checkpoint:
             heads = shape.heads_of(layer)
             all_heads, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
             rows = {"q": (all_heads, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, all_heads)}
+            if (latents := layer.latents) is not None:
+                queries = heads.num_heads * (latents.nope_dim + latents.rope_dim)
+                rows = {"q": (queries, hidden), "o": (hidden, heads.num_heads * latents.value_dim)}
+                put(f"{prefix}.self_attn.kv_a_proj_with_mqa.weight", latents.kv_rank + latents.rope_dim, hidden)
+                put_norm(f"{prefix}.self_attn.kv_a_layernorm", LATENT_NORM, latents.kv_rank)
+                ups = heads.num_heads * (latents.nope_dim + latents.value_dim)
+                put(f"{prefix}.self_attn.kv_b_proj.weight", ups, latents.kv_rank)
+                if latents.q_rank is not None:
+                    del rows["q"]
+                    put(f"{prefix}.self_attn.q_a_proj.weight", latents.q_rank, hidden)
+                    put_norm(f"{prefix}.self_attn.q_a_layernorm", LATENT_NORM, latents.q_rank)
+                    put(f"{prefix}.self_attn.q_b_proj.weight", queries, latents.q_rank)
             for name, size in rows.items():
                 if (name == "v" and layer.is_k_v) or (name in "kv" and layer.kv_of is not None):
                     continue
@@ -150,7 +165,7 @@ class Checkpoint:
                 put(f"{prefix}.per_layer.gate_proj.weight", inputs.width, hidden)
                 put(f"{prefix}.per_layer.up_proj.weight", hidden, inputs.width)
                 put_norm(f"{prefix}.per_layer.norm", inputs.norm, hidden)
-            if (qk := layer.qk_norm) is not None:
+            if (qk := layer.qk_norm) is not None and layer.latents is None:
                 dims = {"q": (heads.num_heads, heads.head_dim)}
                 if layer.kv_of is None:
                     dims["k"] = (heads.num_kv_heads, heads.head_dim)
@@ -258,6 +273,8 @@ class Checkpoint:
 
     def _attention(self, index: int, x: Array, kept: dict[int, tuple[Array, Array]]) -> Array:
         """`kept`: keys and values of the layers before, to which those of this layer are added."""
+        if self.shape.layers[index].latents is not None:
+            return self._over_latents(index, x)
         shape, layer, prefix = self.shape, self.shape.layers[index], f"model.layers.{index}.self_attn"
         count, heads = len(x), shape.heads_of(layer)
 
@@ -297,6 +314,28 @@ class Checkpoint:
         if f"{prefix}.sinks" in self.tensors:
             total += np.exp(self._get(f"{prefix}.sinks"))[:, None, None]
         return (weights / total @ v).transpose(1, 0, 2).reshape(count, -1)
+
+    def _over_latents(self, index: int, x: Array) -> Array:
+        """Attention whose keys and values are made of latents."""
+        layer, prefix, count = self.shape.layers[index], f"model.layers.{index}.self_attn", len(x)
+        sizes, num_heads = layer.latents, self.shape.heads_of(layer).num_heads
+        assert sizes is not None and layer.rope is not None
+        if sizes.q_rank is None:
+            q = self._linear(x, f"{prefix}.q_proj")
+        else:
+            q = self._norm(self._linear(x, f"{prefix}.q_a_proj"), LATENT_NORM, f"{prefix}.q_a_layernorm")
+            q = self._linear(q, f"{prefix}.q_b_proj")
+        q = q.reshape(count, num_heads, -1)
+        down = self._linear(x, f"{prefix}.kv_a_proj_with_mqa")
+        latent = self._norm(down[:, : sizes.kv_rank], LATENT_NORM, f"{prefix}.kv_a_layernorm")
+        made = self._linear(latent, f"{prefix}.kv_b_proj").reshape(count, num_heads, -1)
+        rotated = self._rotate(down[:, None, sizes.kv_rank :], layer.rope)
+        k = np.concatenate([made[..., : sizes.nope_dim], np.repeat(rotated, num_heads, 1)], -1)
+        q = np.concatenate([q[..., : sizes.nope_dim], self._rotate(q[..., sizes.nope_dim :], layer.rope)], -1)
+        scores = np.einsum("thd,shd->hts", q, k) * layer.attention_scale
+        weights = np.exp(np.where(np.tri(count, dtype=bool), scores, -np.inf))
+        weights /= weights.sum(-1, keepdims=True)
+        return np.einsum("hts,shd->thd", weights, made[..., sizes.nope_dim :]).reshape(count, -1)
 
     def _rotate(self, x: Array, rope: int) -> Array:
         cos, sin = (table[: len(x), None].astype(np.float64) for table in self.ropes[rope])

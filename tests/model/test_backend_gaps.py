@@ -90,7 +90,6 @@ def test_what_the_native_step_lacks_of_attention_is_named(spec: DecoderSpec, gap
         (changed(mixer=RecurrentSpec(kind="gdn")), "recurrent layers: gdn"),
         (changed(mixer=RecurrentSpec(kind="mamba2")), "recurrent layers: mamba2"),
         (changed(mixer=RecurrentSpec(kind="short_conv")), "recurrent layers: short_conv"),
-        (replace(LLAMA, layers=(replace(LAYER, mixer=LATENT),)), "latent attention"),
         (changed(mixer=None), "layers without attention"),
         (changed(feed=None), "layers without a feed-forward network"),
         (attending(has_output_gate=True), "a gate of attention's output"),
@@ -105,6 +104,7 @@ def test_what_only_torch_has_is_named_for_the_others(spec: DecoderSpec, gap: str
 @pytest.mark.parametrize(
     ("spec", "gap"),
     [
+        (replace(LLAMA, layers=(replace(LAYER, mixer=LATENT),)), "latent attention"),
         (attending(kv_of=0), "keys and values shared between layers"),
         (attending(is_k_v=True), "keys that are values"),
         (attending(v_norm=NormSpec(weight="none")), "a norm of values"),

@@ -12,6 +12,7 @@
 
 #include "attention/amx_attention.h"
 #include "attention/scores.h"
+#include "latents/latent_rows.h"
 #include "machine/vector_math.h"
 
 namespace millrace {
@@ -51,6 +52,7 @@ struct AttentionScratch {
     float largest[MAX_QUERY_ROWS], sum[MAX_QUERY_ROWS], chunk_largest[MAX_QUERY_ROWS], chunk_sum[MAX_QUERY_ROWS];
     T keys[CHUNK * MAX_HEAD_DIM], values[CHUNK * MAX_HEAD_DIM];  // tiles gathered from small blocks
     bf16 key_scales[CHUNK], value_scales[CHUNK];
+    const T* rows[CHUNK];  // of latents
 };
 
 // The first key that a query at `position` sees.
@@ -69,7 +71,10 @@ class ItemAttention {
                   const Layer* layer, const T* cache, int64_t group, int64_t window, AttentionScratch<T>* scratch)
         : layout_(layout), item_(item), layer_(layer), cache_(cache), group_(group), window_(window), scratch_(scratch),
           table_(sequences.tables + item.sequence * sequences.table_width),
-          num_rows_(USES_AMX<T> ? item.num_rows : specialized_rows(item.num_rows)), width_(layout.padded_dim()) {
+          num_rows_(!USES_AMX<T>           ? specialized_rows(item.num_rows)
+                    : layout.has_latents() ? AMX_ROWS
+                                           : item.num_rows),
+          width_(layout.padded_dim()) {
         int64_t new_tokens = sequences.query_starts[item.sequence + 1] - sequences.query_starts[item.sequence];
         start_ = sequences.lengths[item.sequence] - new_tokens;
         first_token_ = sequences.query_starts[item.sequence];
@@ -79,6 +84,7 @@ class ItemAttention {
 
     // q: the step's queries, [T][stride], heads of head_dim; `scale` multiplies them.
     void load_queries(const float* q, int64_t stride, float scale) {
+        if (layout_.has_latents()) return load_latent_queries(q, stride, scale);
         int64_t dim = layout_.head_dim, row_size = USES_AMX<T> ? width_ : dim;
         for (int r = 0; r < num_rows_; r++) {
             Operand<T>* to = scratch_->queries + r * row_size;
@@ -163,10 +169,13 @@ class ItemAttention {
         }
     }
 
-    // Writes the rows' attention to out [T, heads of head_dim].
+    // Rows of a tile of queries in registers: `AMX_ROWS` with latents, of which those past the item's are anything.
+    int num_tile_rows() const { return num_rows_; }
+
+    // Writes the rows' attention to out [T, heads of value_dim].
     template <class Out>
-    void finish(const TiledRows<Out>& out) {
-        int64_t dim = layout_.head_dim;
+    void finish(const Out& out) {
+        int64_t dim = layout_.value_dim;
         for (int r = 0; r < item_.num_rows; r++) {
             float *total = scratch_->total + r * width_, factor = 1.0f / scratch_->sum[r];
             if (!layer_->sinks.empty()) factor = factor_beside(layer_->sinks[head(r)], r);
@@ -193,9 +202,21 @@ class ItemAttention {
         });
     }
 
+    void load_latent_queries(const float* q, int64_t stride, float scale) {
+        if constexpr (!CacheLayout<T>::HAS_SCALES) {
+            const float* rows[MAX_QUERY_ROWS] = {};
+            for (int r = 0; r < item_.num_rows; r++) rows[r] = q + token(r) * stride + head(r) * layout_.head_dim;
+            put_latent_queries<T>(rows, num_rows_, layout_.head_dim, width_, scale, scratch_->queries);
+        }
+    }
+
     void score(const Tiles& keys, const TileReadOrder<T>& reads, const Span& span, float* scores,
                SoftmaxWeights<T>* deferred) {
         const Operand<T>* queries = scratch_->queries;
+        if constexpr (!CacheLayout<T>::HAS_SCALES)
+            if (layout_.has_latents())
+                return score_latents<T>(queries, num_rows_, scratch_->rows + span.first_tile * KEY_TILE, span.num_tiles(),
+                                        width_, scores + span.first_tile * KEY_TILE, scratch_->keys);
         if constexpr (USES_AMX<T>)
             score_tiles_amx(queries, keys.numbers, reads, uses_prefetch(num_rows_), span.first_tile, span.last_tile, width_,
                             scores);
@@ -290,6 +311,7 @@ class ItemAttention {
     }
 
     void locate_tiles(int64_t base, const Span& span, Tiles* keys, Tiles* values) {
+        if (layout_.has_latents()) return locate_latents(base, span, values);
         if (!layout_.is_tiled()) return gather_tiles(base, span, keys, values);
         for_each_tile(base, span, [&](int64_t tile, int64_t block, int64_t offset) {
             auto find = [&](const T* head, Tiles* tiles) {
@@ -299,6 +321,19 @@ class ItemAttention {
             find(layout_.keys(cache_, block, item_.head), keys);
             find(layout_.values(cache_, block, item_.head), values);
         });
+    }
+
+    // The rows of a chunk's tiles, the last one again for those past the last key, and their values in tiles.
+    void locate_latents(int64_t base, const Span& span, Tiles* values) {
+        if constexpr (!CacheLayout<T>::HAS_SCALES) {
+            for (int64_t i = span.first_tile * KEY_TILE; i < span.last_tile * KEY_TILE; i++) {
+                int64_t at = base + std::min(i, span.last - 1), block = table_[at / layout_.block_size];
+                scratch_->rows[i] = layout_.keys(cache_, block, 0) + at % layout_.block_size * width_;
+            }
+            for (int64_t tile = span.first_tile; tile < span.last_tile; tile++)
+                values->numbers[tile] = latent_values_of<T>(scratch_->rows + tile * KEY_TILE, width_,
+                                                            scratch_->values + tile * KEY_TILE * width_);
+        }
     }
 
     // Gathers tiles from blocks that are smaller. Zeros before the first visible key, whose blocks may be gone.

@@ -96,7 +96,7 @@ inline AttentionPlan make_attention_plan(const LayerShape& layer, const StepInpu
     AttentionPlan plan;
     int64_t group = layer.num_heads / layer.num_kv_heads, window = layer.window, num_chunks = 0;
     plan.kind = kind, plan.window = window, plan.group = group;
-    plan.partial_size = MAX_QUERY_ROWS * (round_up(layer.head_dim, 16) + 2);
+    plan.partial_size = MAX_QUERY_ROWS * (round_up(layer.head_dim, layer.has_latents() ? 32 : 16) + 2);
     for (int32_t s = 0; s < inputs.num_sequences; s++) {
         int64_t count = inputs.query_starts[s + 1] - inputs.query_starts[s], start = inputs.lengths[s] - count;
         if (count <= 0) continue;

@@ -72,7 +72,7 @@ class AttentionStep {
                 attention.merge_chunk(partial, partial + MAX_QUERY_ROWS, partial + 2 * MAX_QUERY_ROWS,
                                       chunk == item.first_chunk());
             }
-            attention.finish(batch.attended_of(layer));
+            finish(batch, attention);
         });
     }
 
@@ -97,9 +97,11 @@ class AttentionStep {
             state.item = &plan.items[item], state.chunk = chunk;
             Attention& attention =
                 state.attention.emplace(item_attention(batch, plan, *state.item, &layer, cache, scratch_index));
-            if constexpr (USES_AMX<Cached>) tiles.configure(attention_tile_config(state.item->num_rows));
+            if constexpr (USES_AMX<Cached>) tiles.configure(attention_tile_config(attention.num_tile_rows()));
             if (plan.is_split || chunk == state.item->first_chunk())
-                attention.load_queries(batch.buffers.qkv, batch.buffers.qkv_stride, scale);
+                layer.shape.has_latents()
+                    ? attention.load_queries(batch.buffers.absorbed, batch.buffers.absorbed_stride, scale)
+                    : attention.load_queries(batch.buffers.qkv, batch.buffers.qkv_stride, scale);
             SoftmaxWeights<Cached>* deferred = is_other_pending ? &states[1 - half].pending.softmax : nullptr;
             attention.begin_chunk(chunk, &reads, half, deferred, &state.pending);
         };
@@ -117,7 +119,15 @@ class AttentionStep {
         }
         attention->end_chunk(pending, reads, scratch->chunk_largest, scratch->chunk_sum, scratch->chunk);
         attention->merge_chunk(scratch->chunk_largest, scratch->chunk_sum, scratch->chunk, chunk == item->first_chunk());
-        if (chunk + 1 == item->last_chunk()) attention->finish(batch.attended_of(*attention->layer()));
+        if (chunk + 1 == item->last_chunk()) finish(batch, *attention);
+    }
+
+    // Writes an item's attention to where the output product reads it, or of latents, over its queries.
+    void finish(const Batch<Input>& batch, Attention& attention) const {
+        const Layer& layer = *attention.layer();
+        if (!layer.shape.has_latents()) return attention.finish(batch.attended_of(layer));
+        attention.finish(SeenLatents{batch.buffers.absorbed, batch.buffers.absorbed_stride, layer.shape.head_dim,
+                                     layer.shape.latents.kv_rank});
     }
 
     // The partial result of a chunk: largest scores, sums of weights, sums of values.

@@ -5,6 +5,9 @@
 // rows, [token][dim], from which tiles are gathered on reading. In int8 each key and each value has a bf16 scale; a
 // key's multiplies its score, a value's its weight.
 //
+// Latents are keys and values at once: the value is the first part of the key. They are stored as rows, padded to 32
+// numbers with zeros, whatever the size of blocks; see latents/latent_rows.h.
+//
 // A slab is a piece of the cache that holds blocks of one kind: as many as fit, at least the 256 tokens of a chunk that
 // attention processes at a time. In a slab the keys that a layer and head have in all its blocks are contiguous, then
 // the values. So a sequence in consecutive blocks is read from end to end. The hardware prefetcher follows such a
@@ -37,22 +40,25 @@ struct CacheLayout {
     static constexpr bool HAS_SCALES = std::is_same<T, int8_t>::value;
     int64_t slab_size;  // numbers, or bytes in int8
     int64_t blocks_per_slab, block_size, num_kv_heads, head_dim;
+    int64_t value_dim;
     int slab_bits = 0;  // a slab has 1 << slab_bits blocks; negative: another number of them
 
-    CacheLayout(int64_t slab_bytes, int64_t blocks_per_slab, int64_t block_size, int64_t num_kv_heads, int64_t head_dim)
+    CacheLayout(int64_t slab_bytes, int64_t blocks_per_slab, int64_t block_size, int64_t num_kv_heads, int64_t head_dim,
+                int64_t value_dim)
         : slab_size(slab_bytes / int64_t(sizeof(T))), blocks_per_slab(blocks_per_slab), block_size(block_size),
-          num_kv_heads(num_kv_heads), head_dim(head_dim) {
+          num_kv_heads(num_kv_heads), head_dim(head_dim), value_dim(value_dim) {
         while (int64_t(1) << slab_bits < blocks_per_slab) slab_bits++;
         if (int64_t(1) << slab_bits != blocks_per_slab) slab_bits = -1;
     }
 
-    int64_t padded_dim() const { return round_up(head_dim, 16); }
+    bool has_latents() const { return value_dim < head_dim; }
+    int64_t padded_dim() const { return round_up(head_dim, has_latents() ? 32 : 16); }
     int64_t head_elements() const { return block_size * padded_dim(); }
     int64_t head_size() const { return head_elements() + (HAS_SCALES ? block_size * 2 : 0); }
-    int64_t layer_size() const { return blocks_per_slab * 2 * num_kv_heads * head_size(); }  // in a slab
-    bool is_tiled() const { return block_size % KEY_TILE == 0; }
+    int64_t layer_size() const { return blocks_per_slab * (has_latents() ? 1 : 2) * num_kv_heads * head_size(); }  // in a slab
+    bool is_tiled() const { return block_size % KEY_TILE == 0 && !has_latents(); }
 
-    int64_t value_offset() const { return head_size() * blocks_per_slab; }  // from the keys of the same block and head
+    int64_t value_offset() const { return has_latents() ? 0 : head_size() * blocks_per_slab; }  // from the keys of the same block and head
 
     int64_t slab_of(int64_t block) const {
         return slab_bits >= 0 ? block >> slab_bits : int64_t(uint32_t(block) / uint32_t(blocks_per_slab));

@@ -87,6 +87,15 @@ EXPORT Model* millrace_model_new(const Shape* shape, const LayerShape* layers, i
             define(layer.output, hidden, layer.shape.attended_size(), shape->linears);
             model->max_qkv_size = std::max(model->max_qkv_size, layer.shape.qkv_size());
             model->max_attended_size = std::max(model->max_attended_size, layer.shape.attended_size());
+            if (const LatentShape& latents = layer.shape.latents; layer.shape.has_latents()) {
+                int64_t heads = layer.shape.num_heads, queries = heads * layer.shape.query_dim();
+                if (latents.q_rank > 0) define(layer.query_up, queries, latents.q_rank, shape->linears);
+                define(layer.key_up, heads * round_up(latents.kv_rank, PANEL), latents.nope_dim, shape->dtype);
+                define(layer.value_up, heads * round_up(latents.value_dim, PANEL), latents.kv_rank, shape->dtype);
+                model->max_query_size = std::max(model->max_query_size, latents.q_rank > 0 ? queries : 0);
+                model->max_absorbed_size = std::max(model->max_absorbed_size, heads * layer.shape.head_dim);
+                model->intermediate_size = std::max(model->intermediate_size, latents.q_rank);
+            }
             define_network(layer.gate_up, layer.down, layer.shape.is_gated, inner);
             if (layer.shape.activation == SWIGLU_CLAMPED) layer.activation_params = {layer.shape.alpha, layer.shape.limit};
             const ExpertsShape& experts = layer.shape.experts;

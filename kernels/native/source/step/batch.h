@@ -39,12 +39,15 @@ struct Activations {
     float* layer_inputs;  // of all layers, [rows][layer_inputs_stride], if the model has such
     TiledRows<Input> normed, attended, inner;
     float* lora_sums;  // [rows][Model::num_lora_sums] of the product that is next: see LoraUpdate
-    int64_t hidden_stride, qkv_stride, layer_inputs_stride;
+    float *queries, *absorbed;  // of layers with latents: see latents/latent_step.h
+    int64_t hidden_stride, qkv_stride, layer_inputs_stride, queries_stride, absorbed_stride;
     char* end;
 
     Activations(const Model& model, char* memory, int64_t num_rows)
         : hidden_stride(row_stride(model.shape.hidden_size)), qkv_stride(row_stride(model.max_qkv_size)),
-          layer_inputs_stride(model.layer_inputs.exist() ? row_stride(model.layer_inputs.projection.n) : 0) {
+          layer_inputs_stride(model.layer_inputs.exist() ? row_stride(model.layer_inputs.projection.n) : 0),
+          queries_stride(model.max_query_size ? row_stride(model.max_query_size) : 0),
+          absorbed_stride(model.max_absorbed_size ? row_stride(model.max_absorbed_size) : 0) {
         auto take = [&](auto** place, int64_t size) {
             *place = reinterpret_cast<std::remove_reference_t<decltype(*place)>>(memory);
             memory += round_up(num_rows * size * int64_t(sizeof(**place)), 64);
@@ -64,6 +67,8 @@ struct Activations {
         expert_inputs = memory, memory += expert_rows_bytes<Input>(num_pairs, model.shape.hidden_size, num_experts);
         expert_inner = memory, memory += expert_rows_bytes<Input>(num_pairs, model.max_expert_size, num_experts);
         take(&layer_inputs, layer_inputs_stride);
+        take(&queries, queries_stride);
+        take(&absorbed, absorbed_stride);
         take_tiled(&normed, model.shape.hidden_size);
         take_tiled(&attended, model.max_attended_size);
         take_tiled(&inner, model.intermediate_size);

@@ -7,6 +7,7 @@
 //     norm + qkv     norm, qkv product (linear/linear.h); up to one tile of rows each thread norms for itself
 //     Where rows have adapters, the sums of each product's (lora/shrink.h) are a phase before it.
 //     rope + cache   q and k norms, RoPE, keys and values into the paged cache (rope_and_cache_write.h)
+//     With latents their phases instead, and one behind attention: see latents/latent_step.h.
 //     attention      per part of the plan (attention/attention_step.h)
 //     merge          only if the plan is split over keys: merges the chunks
 //     output         output product, added to the residual; prefetch of the next layer's keys and values begins
@@ -28,6 +29,7 @@
 #include "linear/activations.h"
 #include "step/experts.h"
 #include "step/layer_inputs.h"
+#include "latents/latent_step.h"
 #include "step/output_head.h"
 #include "step/norms.h"
 #include "step/rope_and_cache_write.h"
@@ -51,7 +53,7 @@ class Step {
           layouts_(layouts_of(*inputs.cache)),
           selected_rows_(inputs), no_adapters_(model, nullptr, 0), all_(model, memory, inputs), selected_(model, all_.buffers.end, selected_rows_.of(inputs)),
           experts_of_all_(model, inputs.num_tokens), experts_of_selected_(model, selected_.inputs.num_tokens),
-          rope_(model, layouts_, inputs), attention_(model, layouts_),
+          rope_(model, layouts_, inputs), latents_(model, layouts_), attention_(model, layouts_),
           output_head_(model, inputs, assignment.num_threads, uses_screen) {
         int num_threads = assignment.num_threads;
         for (int i = 0; i <= last_layer(); i++)
@@ -246,7 +248,8 @@ class Step {
         std::vector<CacheLayout<Cached>> layouts;
         for (int64_t kind = 0; kind < cache.num_kinds; kind++)
             layouts.emplace_back(cache.slab_bytes, cache.kinds[kind].blocks_per_slab, cache.block_size,
-                                 cache.kinds[kind].num_kv_heads, cache.kinds[kind].head_dim);
+                                 cache.kinds[kind].num_kv_heads, cache.kinds[kind].head_dim,
+                                 cache.kinds[kind].value_dim);
         return layouts;
     }
 
@@ -405,7 +408,28 @@ class Step {
         run_normed_product(
             phases, all_, layer.pre_mixer, layer.qkv, update,
             FloatOutput{all_.buffers.qkv, all_.buffers.qkv_stride, StoreMode::STORE, 1.0f, update.if_any()});
+        if (layer.shape.has_latents()) return run_latents(index, phases);
         times_.run(phases, OTHER, [&](Member member) { write_rope_and_cache(index, member); });
+    }
+
+    // Writes a layer's latents into the cache, and makes the queries for them: see latents/latent_step.h.
+    void run_latents(int index, Phases& phases) {
+        const Layer& layer = model_.layers[index];
+        const Activations<Input>& at = all_.buffers;
+        if (layer.query_up.n > 0) {
+            TiledRows<Input> inner{at.inner.data, at.inner.num_rows, layer.query_up.k};
+            times_.run(phases, OTHER, [&](Member member) {
+                member.parallel_for(at.inner.num_rows, ROWS_PER_PIECE, [&](int64_t first, int64_t last, int64_t) {
+                    norm_to(inner, first, last, [&](int64_t t) { return at.qkv + t * at.qkv_stride; }, layer.q_norm);
+                });
+            });
+            run_product(phases, layer.query_up, inner, no_update(),
+                        FloatOutput{at.queries, at.queries_stride, StoreMode::STORE}, [](Member) {});
+        }
+        times_.run(phases, LINEARS, [&](Member member) {
+            if constexpr (!CacheLayout<Cached>::HAS_SCALES)
+                latents_.write_and_absorb(layer, all_, kind_of(index), cache_of(index), member);
+        });
     }
 
     void run_attention_and_mlp(int index, const Batch<Input>& batch, Phases& phases) {
@@ -419,6 +443,8 @@ class Step {
         if (plan.is_split)
             times_.run(phases, ATTENTION,
                        [&](Member member) { attention_.merge_chunks(batch, plan, layer, cache, member); });
+        if (layer.shape.has_latents())
+            times_.run(phases, LINEARS, [&](Member member) { latents_.expand(layer, batch, member); });
         auto run_gate_up = [&] {
             LoraUpdate update = update_of(batch, index, LORA_GATE_UP);
             run_normed_product(phases, batch, layer.feed_norm(), layer.gate_up, update,
@@ -457,8 +483,11 @@ class Step {
             int64_t row = selected_rows_.rows[i];
             std::memcpy(to.residual + i * to.hidden_stride, from.residual + row * from.hidden_stride,
                         shape_.hidden_size * 4);
-            std::memcpy(to.qkv + i * to.qkv_stride, from.qkv + row * from.qkv_stride,
-                        model_.layers.back().shape.attended_size() * 4);
+            const LayerShape& last = model_.layers.back().shape;
+            last.has_latents() ? std::memcpy(to.absorbed + i * to.absorbed_stride, from.absorbed + row * from.absorbed_stride,
+                                             last.num_heads * last.head_dim * 4)
+                               : std::memcpy(to.qkv + i * to.qkv_stride, from.qkv + row * from.qkv_stride,
+                                             last.attended_size() * 4);
         });
     }
 
@@ -489,6 +518,7 @@ class Step {
     ExpertStep<Weight> experts_of_all_, experts_of_selected_;  // of the two batches
     std::vector<KvPrefetcher> kv_prefetchers_;  // per thread; empty if nothing is prefetched a layer ahead
     RopeAndCacheWrite<Cached> rope_;
+    LatentStep<Input, Cached> latents_;
     AttentionStep<Input, Cached> attention_;
     OutputHead<Weight> output_head_;
 };

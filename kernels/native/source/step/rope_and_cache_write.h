@@ -48,20 +48,6 @@ class RopeAndCacheWrite {
                         keys + head * dim, values + head * dim);
     }
 
-  private:
-    // Normalizes heads [first, last), each alone or all together.
-    void norm_heads(const LayerShape& its, const Norm& norm, float* first, float* last) const {
-        int64_t size = its.is_qk_norm_over_row ? last - first : its.head_dim;
-        for (float* head = first; head < last; head += size)
-            norm_row(head, norm, size, head, its.has_weight_per_head ? head - first : 0);
-    }
-
-    void norm_values(const Layer& layer, float* values) const {
-        const LayerShape& its = layer.shape;
-        for (float* head = values; head < values + its.kv_size(); head += its.head_dim)
-            norm_row(head, layer.v_norm, its.head_dim, head);
-    }
-
     // Rotates heads [first, last) to a position. Element i of a head is paired with element i + half.
     static void rotate(const RopeTable& table, int64_t head_dim, int64_t position, float* first, float* last) {
         int64_t half = table.half;
@@ -79,6 +65,20 @@ class RopeAndCacheWrite {
                 head[i + half] = b * cos[i] + a * sin[i];
             }
         }
+    }
+
+  private:
+    // Normalizes heads [first, last), each alone or all together.
+    void norm_heads(const LayerShape& its, const Norm& norm, float* first, float* last) const {
+        int64_t size = its.is_qk_norm_over_row ? last - first : its.head_dim;
+        for (float* head = first; head < last; head += size)
+            norm_row(head, norm, size, head, its.has_weight_per_head ? head - first : 0);
+    }
+
+    void norm_values(const Layer& layer, float* values) const {
+        const LayerShape& its = layer.shape;
+        for (float* head = values; head < values + its.kv_size(); head += its.head_dim)
+            norm_row(head, layer.v_norm, its.head_dim, head);
     }
 
     // Multiplies queries by a factor that grows with the logarithm of the position.

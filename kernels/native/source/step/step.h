@@ -18,6 +18,7 @@ struct CacheKind {  // mirrored by `CacheKindStruct` in library.py
     int64_t num_blocks, blocks_per_slab;
     int64_t window;  // keys that a query sees at most, so that older blocks may be gone; 0: all
     int64_t num_kv_heads, head_dim;
+    int64_t value_dim;  // less than head_dim: of latents, which are keys and values at once
 };
 
 // The cache: slabs, each of which holds blocks of one kind, in the layout of attention/kv_layout.h.

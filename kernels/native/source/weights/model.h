@@ -158,6 +158,8 @@ struct alignas(64) Layer {
     LayerShape shape;
     Norm pre_mixer, post_mixer, pre_feed, post_feed, q_norm, k_norm, v_norm, input_norm;
     Linear qkv, output, gate_up, down;  // gate_up: 16 columns of gate, 16 of up, alternating; up alone if not gated
+    Linear query_up;           // of compressed queries, with latents
+    Linear key_up, value_up;   // of latents, in the model's dtype, of each head in panels of its own: see latents/
     Linear input_gate, input_up;           // of the layer's input, if the model has such: see step/layer_inputs.h
     std::vector<float> output_scale;       // a number, if the layer has it
     std::vector<float> activation_params;  // those of the activation
@@ -186,6 +188,7 @@ struct alignas(64) Layer {
     template <class Use>
     void for_each_linear(const Use& use, size_t max_experts = SIZE_MAX) {
         use(qkv);
+        if (query_up.n > 0) use(query_up);
         if (!shape.is_parallel) use(output);
         if (has_network()) use(gate_up);
         if (shape.is_parallel) use(output);
@@ -317,6 +320,7 @@ struct Model {
     std::vector<Layer> layers;
     int64_t intermediate_size = 0;  // the largest of the layers
     int64_t max_qkv_size = 0, max_attended_size = 0;  // likewise
+    int64_t max_query_size = 0, max_absorbed_size = 0;  // of layers with latents: behind `query_up`, and for the cache
     bool has_branches = false;      // any layer has a norm behind a product, or a network beside experts
     int64_t max_experts = 0, max_top_k = 0, max_expert_size = 0;  // the most of a layer
     Norm embedding_norm, final_norm;
@@ -381,7 +385,8 @@ enum TensorKind : int32_t {
     SINKS, ACTIVATION_PARAMS, LEARNED_POSITIONS, EMBEDDING_NORM, EMBEDDING_NORM_BIAS, FINAL_NORM_BIAS, HEAD_BIAS,
     ROUTER, ROUTER_BIAS, CHOICE_BIAS, SHARED_GATE, EXPERT_GATE, EXPERT_UP, EXPERT_DOWN, EXPERT_GATE_BIAS, EXPERT_UP_BIAS,
     EXPERT_DOWN_BIAS,
-    INPUT_TABLE = 60, INPUT_PROJECTION, INPUT_PROJECTION_NORM, OUTPUT_SCALE, INPUT_GATE, INPUT_UP, INPUT_NORM
+    INPUT_TABLE = 60, INPUT_PROJECTION, INPUT_PROJECTION_NORM, OUTPUT_SCALE, INPUT_GATE, INPUT_UP, INPUT_NORM,
+    Q_DOWN, KV_DOWN, Q_UP, KV_UP, Q_DOWN_BIAS, KV_DOWN_BIAS
 };
 
 // Sets `Linear::next` of each linear.
@@ -404,6 +409,12 @@ struct Tensor {
 // Packs a tensor into its linear, which must not be 12-bit; quantizes it if its format is of `own_formats` in grouped.py.
 // False if a number is not finite in the model's dtype.
 bool set_tensor(Model& model, const Tensor& tensor);
+
+// Packs rows of the matrix that makes keys and values of latents: see latents/pack_latents.cpp. Likewise.
+bool set_latent_rows(Model& model, const Tensor& tensor);
+
+// Reads numbers [begin, begin + count) of a tensor's data as float32.
+void read_numbers(const void* data, DataType type, int64_t begin, int64_t count, float* to);
 
 // The format of a matrix in groups of codes. Mirrored by `FormatStruct` in library.py.
 struct TensorFormat {

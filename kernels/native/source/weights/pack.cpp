@@ -88,7 +88,7 @@ int64_t Model::weights_bytes(size_t max_experts_of_layer) const {
                     embedding_norm.num_bytes();
     for (const Layer& layer : layers) {
         layer.for_each_linear([&](const Linear& linear) { total += of(linear); }, max_experts_of_layer);
-        total += of(layer.experts.router) + 4 * int64_t(layer.experts.choice_bias.size());
+        total += of(layer.key_up) + of(layer.value_up) + of(layer.experts.router) + 4 * int64_t(layer.experts.choice_bias.size());
         for (const Norm* norm : layer.norms()) total += norm->num_bytes();
         total += 4 * int64_t(layer.output_scale.size() + layer.sinks.size() + layer.activation_params.size());
     }
@@ -130,7 +130,6 @@ float half_to_float(uint16_t bits) {
     return value;
 }
 
-// Reads numbers [begin, begin + count) of a tensor as float32.
 void read(const void* data, DataType type, int64_t begin, int64_t count, float* to) {
     auto halves = static_cast<const uint16_t*>(data) + begin;
     if (type == FLOAT32)
@@ -140,6 +139,14 @@ void read(const void* data, DataType type, int64_t begin, int64_t count, float* 
     else
         for (int64_t i = 0; i < count; i++) to[i] = half_to_float(halves[i]);
 }
+
+}  // namespace
+
+void read_numbers(const void* data, DataType type, int64_t begin, int64_t count, float* to) {
+    read(data, type, begin, count, to);
+}
+
+namespace {
 
 // Rounds to the storage type. False if a result is not finite.
 template <class T>
@@ -195,6 +202,15 @@ Matrix matrix_of_experts(Layer& layer, int64_t expert, TensorKind kind, int64_t 
     }
 }
 
+Matrix matrix_of_latents(Layer& layer, TensorKind kind) {
+    switch (kind) {
+        case Q_DOWN: return {&layer.qkv, {}, layer.shape.q_columns()};
+        case KV_DOWN: return {&layer.qkv, {layer.shape.q_columns()}, layer.shape.kv_size()};
+        case Q_UP: return {&layer.query_up, {}, layer.query_up.n};
+        default: return {};
+    }
+}
+
 Matrix matrix_of(Model& model, int64_t index, int64_t expert, TensorKind kind) {
     const Shape& shape = model.shape;
     int64_t hidden = shape.hidden_size;
@@ -203,11 +219,11 @@ Matrix matrix_of(Model& model, int64_t index, int64_t expert, TensorKind kind) {
     if (kind == INPUT_PROJECTION) return {&model.layer_inputs.projection, {}, model.layer_inputs.projection.n};
     if (kind == INPUT_GATE) return {&model.layers[index].input_gate, {}, shape.layer_inputs.width};
     if (kind == INPUT_UP) return {&model.layers[index].input_up, {}, hidden};
-    if (kind > EXPERT_DOWN_BIAS) return {};
+    if (kind > EXPERT_DOWN_BIAS) return matrix_of_latents(model.layers[index], kind);
     if (kind >= ROUTER) return matrix_of_experts(model.layers[index], expert, kind, hidden);
     if (kind < Q || kind > DOWN) return {};
     Layer& layer = model.layers[index];
-    int64_t inner = layer.shape.intermediate_size, heads = layer.shape.attended_size(), kv = layer.shape.kv_size();
+    int64_t inner = layer.shape.intermediate_size, heads = layer.shape.q_columns(), kv = layer.shape.kv_size();
     switch (kind) {
         case Q: return {&layer.qkv, {}, heads};
         case K: return {&layer.qkv, {heads}, kv};
@@ -481,9 +497,10 @@ bool pack(Model& model, const Tensor& tensor) {
     }
     Layer& layer = model.layers[index];
     int64_t inner = layer.shape.intermediate_size, head_dim = layer.shape.head_dim;
-    int64_t heads = layer.shape.attended_size(), kv = layer.shape.kv_size();
+    int64_t heads = layer.shape.q_columns(), kv = layer.shape.kv_size();
     bool has_whole_rows = layer.shape.is_qk_norm_over_row || layer.shape.has_weight_per_head;
     int64_t q_size = has_whole_rows ? heads : head_dim, k_size = has_whole_rows ? kv : head_dim;
+    if (layer.shape.has_latents()) q_size = heads, k_size = layer.shape.latents.kv_rank;
     switch (kind) {
         case PRE_MIXER: return set_norm(layer.pre_mixer, layer.pre_mixer.weight, hidden);
         case PRE_MIXER_BIAS: return set_norm(layer.pre_mixer, layer.pre_mixer.bias, hidden);
@@ -501,6 +518,9 @@ bool pack(Model& model, const Tensor& tensor) {
         case ACTIVATION_PARAMS: return set_floats(layer.activation_params, 0, 2, data, type, FLOAT32);
         case OUTPUT_SCALE: return set_floats(layer.output_scale, 0, 1, data, type, rounded);
         case INPUT_NORM: return set_norm(layer.input_norm, layer.input_norm.weight, hidden);
+        case KV_UP: return set_latent_rows(model, tensor);
+        case Q_DOWN_BIAS: return set_bias(model, layer.qkv, {}, heads, data, type);
+        case KV_DOWN_BIAS: return set_bias(model, layer.qkv, {heads}, kv, data, type);
         case Q_BIAS: return set_bias(model, layer.qkv, {}, heads, data, type);
         case K_BIAS: return set_bias(model, layer.qkv, {heads}, kv, data, type);
         case V_BIAS: return set_bias(model, layer.qkv, {heads + kv}, kv, data, type);
@@ -609,10 +629,14 @@ bool set_formats(Model& model, int64_t count, const TensorFormat* formats) {
     bool are_set = true;
     for (int64_t i = 0; i < shape.num_layers; i++) {
         Layer& layer = model.layers[i];
-        int64_t heads = layer.shape.attended_size(), kv = layer.shape.kv_size();
-        std::vector<std::pair<int64_t, const GroupedFormat*>> parts{{heads, find(i, Q)}};
-        if (!layer.shape.is_reader) parts.push_back({kv, find(i, K)});
-        if (!layer.shape.is_reader && !layer.shape.is_k_v) parts.push_back({kv, find(i, V)});
+        bool has_latents = layer.shape.has_latents(), has_keys = !layer.shape.is_reader && !has_latents;
+        int64_t heads = layer.shape.q_columns(), kv = layer.shape.kv_size();
+        std::vector<std::pair<int64_t, const GroupedFormat*>> parts{
+            {heads, find(i, layer.query_up.n > 0 ? Q_DOWN : Q)}};
+        if (has_latents) parts.push_back({kv, find(i, KV_DOWN)});
+        if (has_keys) parts.push_back({kv, find(i, K)});
+        if (has_keys && !layer.shape.is_k_v) parts.push_back({kv, find(i, V)});
+        are_set &= set_alone(layer.query_up, Q_UP, i);
         if (std::any_of(parts.begin(), parts.end(), [](auto& part) { return part.second != nullptr; }))
             are_set &= set_parts(layer.qkv, parts);
         are_set &= set_alone(layer.input_gate, INPUT_GATE, i) && set_alone(layer.input_up, INPUT_UP, i);

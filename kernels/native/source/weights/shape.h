@@ -46,6 +46,13 @@ struct LayerInputsShape {  // mirrored by `LayerInputsStruct` in library.py
     NormShape norm;  // of the projected residual, and with another weight of what is added
 };
 
+// Attention over latents: see latents/latent_step.h.
+struct LatentShape {  // mirrored by `LatentsStruct` in library.py
+    int64_t kv_rank;  // numbers of a latent; 0: the layer keeps keys and values
+    int64_t q_rank;   // of the compressed query; 0: queries are projected directly
+    int64_t nope_dim, rope_dim, value_dim;  // of a head: not rotated, rotated, of its value
+};
+
 struct LayerShape {  // mirrored by `LayerStruct` in library.py
     int64_t num_heads, num_kv_heads, head_dim;
     int64_t window;                // keys a query sees, itself included; 0: all
@@ -68,12 +75,20 @@ struct LayerShape {  // mirrored by `LayerStruct` in library.py
     int32_t has_weight_per_head;   // the q and k norms have a weight of their own per head
     NormShape pre_mixer, post_mixer, pre_feed, post_feed, qk_norm, v_norm;
     ExpertsShape experts;
+    LatentShape latents;  // then a key/value head with heads of kv_rank + rope_dim numbers
 
-    int64_t attended_size() const { return num_heads * head_dim; }
+    bool has_latents() const { return latents.kv_rank > 0; }
+    int64_t attended_size() const { return num_heads * (has_latents() ? latents.value_dim : head_dim); }
+    int64_t query_dim() const { return latents.nope_dim + latents.rope_dim; }  // with latents
+    // Columns of the product that queries have, or what they are made of.
+    int64_t q_columns() const {
+        if (!has_latents()) return num_heads * head_dim;
+        return latents.q_rank > 0 ? latents.q_rank : num_heads * query_dim();
+    }
     int64_t kv_size() const { return num_kv_heads * head_dim; }
     // Columns of the product, and numbers of a token once it has keys and values.
-    int64_t qkv_columns() const { return attended_size() + (is_reader ? 0 : is_k_v ? 1 : 2) * kv_size(); }
-    int64_t qkv_size() const { return attended_size() + 2 * kv_size(); }
+    int64_t qkv_columns() const { return q_columns() + (is_reader ? 0 : is_k_v || has_latents() ? 1 : 2) * kv_size(); }
+    int64_t qkv_size() const { return q_columns() + 2 * kv_size(); }
 };
 
 struct Shape {  // mirrored by `ShapeStruct` in library.py

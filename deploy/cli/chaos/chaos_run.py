@@ -31,6 +31,7 @@ from .rest import check_rest
 from .strikes import Striker, StrikeSpan
 from .version_edits import drop_fields
 
+LAME_DUCK_S = 3.0  # several times as long as the balancer takes to see it
 ANSWER_S = 180.0  # after the last strike, for the answers that are still due
 
 
@@ -97,7 +98,9 @@ async def run_chaos(options: ChaosOptions, folder: Path, again: str = "") -> Cha
     """One run, from the start of the processes to their end; they are killed if it fails. Logs go to `folder`."""
     result = ChaosResult()
     cases = draw_cases(random.Random(f"cases {options.seed}"), options.num_cases)
-    fleet = ChaosFleet(options.size, options.seed, folder, options.plan.wall_clocks)
+    leaves = any(one.kind == "upgrade" and one.engine is None for one in options.plan.strikes)
+    lame_duck_s = LAME_DUCK_S if leaves else 0.0
+    fleet = ChaosFleet(options.size, options.seed, folder, options.plan.wall_clocks, lame_duck_s)
     if options.plan.drops_fields:
         for relay in list(fleet.relays.values())[::2]:
             relay.edits = drop_fields

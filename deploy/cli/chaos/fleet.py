@@ -26,7 +26,7 @@ ENGINE_FLAGS = (
     *("--num-gpu-blocks", "48", "--num-cpu-blocks", "16", "--shutdown-timeout-s", "20", "--log-format", "json"),
 )
 FRONT_FLAGS = (
-    *("--port", "0", "--lame-duck-s", "3", "--shutdown-timeout-s", "20", "--max-unread-tokens", "64"),
+    *("--port", "0", "--shutdown-timeout-s", "20", "--max-unread-tokens", "64"),
     *("--log-format", "json"),
 )
 REFERENCE_FLAGS = ("--threads", "1", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8")
@@ -63,9 +63,14 @@ def engine_name(index: int) -> str:
 class ChaosFleet:
     """Call `start`, in the end `stop` and `aclose`. `folder` holds the key and the logs."""
 
-    def __init__(self, size: FleetSize, seed: int, folder: Path, wall_clocks: Sequence[int] = ()) -> None:
-        """`wall_clocks`: seconds by which those of the processes are wrong, in turn; ():  none is."""
-        self.size, self.links = size, LinkHistory()
+    def __init__(
+        self, size: FleetSize, seed: int, folder: Path, wall_clocks: Sequence[int] = (), lame_duck_s: float = 0.0
+    ) -> None:
+        """`wall_clocks`: seconds by which those of the processes are wrong, in turn; (): none is.
+
+        `lame_duck_s`: that a front which leaves still takes requests, for the balancer to notice.
+        """
+        self.size, self.links, self._lame_duck_s = size, LinkHistory(), lame_duck_s
         key = folder / "fleet.key"
         key.write_bytes(os.urandom(KEY_BYTES))
         key.chmod(0o600)
@@ -103,7 +108,7 @@ class ChaosFleet:
     def _front(self, index: int) -> FleetMember:
         addresses = (self.relays[index, engine].address for engine in range(self.size.num_engines))
         engines = (word for address in addresses for word in ("--engine", address))
-        flags = ("route", *self._fleet_flags, *FRONT_FLAGS, *engines)
+        flags = ("route", *self._fleet_flags, *FRONT_FLAGS, "--lame-duck-s", f"{self._lame_duck_s:g}", *engines)
         return FleetMember(front_name(index), flags, self._folder, self._clock(front_name(index)))
 
     def _clock(self, name: str) -> dict[str, str]:

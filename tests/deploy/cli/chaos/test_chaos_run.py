@@ -32,16 +32,16 @@ def test_answers_stay_right_while_links_are_cut_and_frames_torn(tmp_path: Path) 
         size=size,
         seed=1,
         minutes=1.0,
-        plan=Plan(strikes=strikes, num_requests=30),
+        plan=Plan(strikes=strikes, num_requests=24),
         num_clients=8,
         rate=16.0,
-        num_cases=8,
+        num_cases=5,  # without a schema, which takes a process of its own
         has_reference=False,
     )
     result = asyncio.run(run_chaos(options, tmp_path))
     assert result.violations == [], "\n".join(result.lines)
-    assert len(result.requests) >= 30 and len(result.spans) == 3
-    assert sum(one.end == "done" for one in result.requests) >= 15
+    assert len(result.requests) >= 24 and len(result.spans) == 3
+    assert sum(one.end == "done" for one in result.requests) >= 12
 
 
 @pytest.mark.skipif(not IS_FULL, reason="MILLRACE_FULL")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...kernels.layout.kv_layout import KVLayout
+from ...kernels.layout.kv_layout import KVLayout, KVRoom
 from ..messages import NO_INDICES, NO_INTS, Indices, Ints, PlanReport, Rates, StepGrant, StepPlan, TableEntries
 from .block_tables import BlockTables
 from .host_tier import HostTier
@@ -191,8 +191,9 @@ class Allocator:
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
         more_tables = self._grow_steady(hand, steady) if self._more else ()
         growth = steady.growth
-        if growth.num_blocks:
-            blocks = self.pool.take_behind(growth.last_blocks(), [1] * growth.num_blocks, growth.num_blocks, hand)
+        if growth.num_rows:
+            if count := growth.num_blocks:
+                blocks = self.pool.take_behind(growth.last_blocks(), [1] * count, count, hand)
             table_slots, table_places, blocks = growth.grow(blocks)
         if self._more:
             self._slot_blocks.give_back_unused()
@@ -333,8 +334,14 @@ class Allocator:
             swapped=hand.swapped,
             is_void=is_void,
             is_reset=is_reset,
-            kv_room=None if slabs is None else slabs.left,
+            kv_room=self._room_of_window() if slabs is None else slabs.left,
         )
+
+    def _room_of_window(self) -> KVRoom | None:
+        """What is left of a cache of one kind, if that is of a window."""
+        if not self._has_windows:
+            return None
+        return KVRoom((self.pool.num_available + self.pool.num_quarantined,), (0,), 0, (1,))
 
     # -- after a crash
 

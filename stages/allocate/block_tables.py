@@ -25,6 +25,11 @@ class BlockTables:
         """[S] valid entries of each row of `blocks`."""
         return self.capacity // self.block_size
 
+    @property
+    def num_held(self) -> Ints:
+        """[S] blocks that each slot has."""
+        return self.num_blocks
+
     def num_blocks_for(self, num_tokens: Ints) -> Ints:
         """Blocks that hold `num_tokens` tokens, elementwise."""
         return -(-num_tokens // self.block_size)
@@ -109,6 +114,16 @@ class WindowTables(BlockTables):
         self.kind = kind
         self.most = most  # blocks that a slot needs at once if it grows by single tokens
         self.num_retired = np.zeros(num_slots, np.int32)  # [S] first blocks of the slot, which were given back
+
+    @property
+    def num_held(self) -> Ints:
+        return self.num_blocks - self.num_retired
+
+    @property
+    def waste(self) -> float:
+        num_retired = int(self.num_retired.sum()) * self.block_size  # tokens
+        capacity = int(self.capacity.sum()) - num_retired
+        return 1.0 - (int(self.num_tokens.sum()) - num_retired) / capacity if capacity else 0.0
 
     def reservable(self, slots: Indices, num_reserved: Ints) -> Ints:
         return np.minimum(num_reserved, (self.num_retired[slots] + self.most) * self.block_size)

@@ -178,10 +178,10 @@ class SteadyDecode:
         self._tables = tables = slot_blocks.tables
         self.starts: Ints = tables.num_tokens[slots]  # [R] positions of the tokens of the next step
         self._ones = np.ones(len(slots), np.int32)
-        self.growth = SteadyGrowth(slots, self.starts, tables)
+        self.growth = _growth_of(slot_blocks.kinds[0], slots, self.starts, slot_blocks)
         self.more = [_growth_of(each, slots, self.starts, slot_blocks) for each in slot_blocks.more]  # of other kinds
         self._in_flight: deque[int] = deque()  # steps of these rows, kept for windows
-        self.windows = [growth for growth in self.more if isinstance(growth, SteadyWindow)]
+        self.windows = [growth for growth in (self.growth, *self.more) if isinstance(growth, SteadyWindow)]
         self.is_whole = self.growth.is_whole and all(growth.is_whole for growth in self.more)
 
     def prepare(self, completed_step: int, last_granted: int) -> None:

@@ -63,6 +63,8 @@ class CacheSizing:
     host_blocks: int = 0  # of the pool for sequences that are swapped out; as large in bytes, of several kinds
     # The layout of a cache of so many bytes, for sequences of up to a length; None: all layers keep all tokens.
     layout_of: Callable[[int, int], KVLayout | None] = lambda num_bytes, length: None
+    # With sequences of up to a length: which layers keep keys that no query sees, and why; "" if none do.
+    about_masks: Callable[[int], str] = lambda length: ""
 
     def plan(self, max_model_len: int) -> MemoryTable:
         """The memory table for sequences of up to `max_model_len` tokens.
@@ -194,7 +196,9 @@ class CacheSizing:
             return _about_layout(layout, max_model_len, kept, layout.total_bytes // self.bytes_per_block * size)
         blocks = self.num_blocks(max_model_len)
         each = f"{blocks} blocks of {size} tokens{kept}, {human(self.bytes_per_block)} each: {blocks * size} tokens"
-        return f"{each}, {blocks // self._blocks_of(max_model_len)} sequences of {max_model_len} tokens at once"
+        masks = self.about_masks(max_model_len)
+        num_at_once = f"{blocks // self._blocks_of(max_model_len)} sequences of {max_model_len} tokens at once"
+        return f"{each}, {num_at_once}" + (f"; {masks}" if masks else "")
 
     # -- what does not fit
 

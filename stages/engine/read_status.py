@@ -79,7 +79,7 @@ def read_cache(allocator: Allocator, *, with_blocks: bool = False) -> CacheStatu
         pool=_pool(allocator.pool),
         host=None if host is None else HostStatus(_pool(host.pool), host.num_full, host.num_dear),
         prefixes=None if cache is None else PrefixStatus(cache.num_queries, cache.num_hits, cache.num_host_hits),
-        num_held=np.array(tables.num_blocks, np.int32),
+        num_held=np.array(tables.num_held, np.int32),
         waste=float(tables.waste),
         blocks=read_blocks(allocator) if with_blocks else None,
         kinds=_kinds(allocator),
@@ -91,8 +91,8 @@ def read_blocks(allocator: Allocator) -> BlockStatus:
     tables, pool = allocator.tables, allocator.pool
     if len(allocator.kinds) > 1:
         return read_slab_cells(allocator)
-    num_held = np.array(tables.num_blocks, np.int32)
-    held = [tables.blocks[slot, : num_held[slot]] for slot in np.flatnonzero(num_held).tolist()]
+    num_held = np.array(tables.num_held, np.int32)
+    held = [tables.held_by(slot) for slot in np.flatnonzero(num_held).tolist()]
     table_blocks = np.concatenate(held) if held else np.zeros(0, np.int32)
     return BlockStatus(pool.state.copy(), pool.num_tables.copy(), num_held, table_blocks)
 

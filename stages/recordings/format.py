@@ -340,7 +340,8 @@ def read_engine(values: Any) -> RecordedEngine:
     if engine.max_num_seqs * engine.max_model_len > 2**28:
         sizes = f"max_num_seqs = {engine.max_num_seqs}, max_model_len = {engine.max_model_len}"
         raise InvalidValue(f"engine: {sizes}: their product must be at most {2**28}, as table sizes follow from it")
-    if engine.num_blocks * engine.block_size < engine.max_model_len:
+    keeps_all = engine.kv_layout is None or engine.kv_layout.kinds[0].window is None
+    if keeps_all and engine.num_blocks * engine.block_size < engine.max_model_len:
         sizes = f"num_blocks = {engine.num_blocks} of {engine.block_size} tokens"
         raise InvalidValue(f"engine: {sizes} hold no sequence of max_model_len = {engine.max_model_len}")
     if engine.kv_layout is not None:
@@ -351,6 +352,8 @@ def read_engine(values: Any) -> RecordedEngine:
 def _check_layout(engine: RecordedEngine, layout: KVLayout) -> None:
     if (layout.num_blocks[0], layout.block_size) != (engine.num_blocks, engine.block_size):
         raise InvalidValue("engine.kv_layout: its first kind must have num_blocks blocks of block_size tokens")
+    if not layout.num_at_once(engine.max_model_len):
+        raise InvalidValue(f"engine.kv_layout: holds no sequence of max_model_len = {engine.max_model_len}")
     if engine.num_host_blocks and len(engine.num_more_host_blocks) != len(layout.kinds) - 1:
         raise InvalidValue("engine.num_more_host_blocks: must have a number for each kind after the first")
 

@@ -26,7 +26,8 @@ def layout_fields(layout: KVLayout) -> dict[str, Any]:
         }
         for kind in layout.kinds
     ]
-    return {
+    of_one = {"num_blocks": layout.num_blocks[0]} if len(kinds) == 1 else {}  # its last slab may be cut off
+    return of_one | {
         "kinds": kinds,
         "block_size": layout.block_size,
         "slab_bytes": layout.slab_bytes,
@@ -41,8 +42,8 @@ def read_layout(values: Any) -> KVLayout | None:
         return None
     given = MessageFields("kv_layout", values if isinstance(values, dict) else {})
     read = given.values.get("kinds")
-    if not isinstance(read, list) or not 2 <= len(read) <= MAX_KINDS:
-        raise InvalidValue(f"kv_layout.kinds = {shown(read)}: must be 2 to {MAX_KINDS} kinds")
+    if not isinstance(read, list) or not 1 <= len(read) <= MAX_KINDS:
+        raise InvalidValue(f"kv_layout.kinds = {shown(read)}: must be 1 to {MAX_KINDS} kinds")
     kinds = tuple(_read_kind(each) for each in read)
     slab_bytes, num_slabs = given.whole("slab_bytes", 1, MAX_BYTES), given.whole("num_slabs", 1, 2**24)
     sizes = given.wholes("blocks_per_slab", 2**24, 1)
@@ -52,6 +53,9 @@ def read_layout(values: Any) -> KVLayout | None:
         raise InvalidValue(f"kv_layout.blocks_per_slab = {shown(sizes)}: must be as many of each kind as fit a slab")
     if max(sizes) * num_slabs > 2**24:
         raise InvalidValue(f"kv_layout: {num_slabs} slabs of {max(sizes)} blocks: must be at most {2**24} blocks")
+    num_blocks = [num_slabs * size for size in sizes]
+    if len(kinds) == 1:
+        num_blocks = [given.whole("num_blocks", 1, num_blocks[0])]
     places = {layer: (k, place) for k, kind in enumerate(kinds) for place, layer in enumerate(kind.layers)}
     return KVLayout(
         kinds,
@@ -59,7 +63,7 @@ def read_layout(values: Any) -> KVLayout | None:
         slab_bytes,
         num_slabs,
         tuple(sizes),
-        tuple(num_slabs * size for size in sizes),
+        tuple(num_blocks),
         tuple(places.get(layer) for layer in range(1 + max(places))),
     )
 

@@ -232,7 +232,10 @@ class Admitter:
 
     def _need(self, sequence: Sequence) -> int:
         """Blocks of kind 0 that a sequence starts with."""
-        return -(-self._num_tokens(sequence) // self._block_size)
+        num_tokens = self._num_tokens(sequence)
+        if self._layout is not None:
+            return self._layout.most_blocks(0, num_tokens, 1 if self._splits_prompts else num_tokens)
+        return -(-num_tokens // self._block_size)
 
     def _num_tokens(self, sequence: Sequence) -> int:
         """The tokens for which a sequence has blocks when it starts: those known, and one; all if it is protected."""

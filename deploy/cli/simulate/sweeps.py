@@ -237,12 +237,13 @@ def _apply(
     for name in ("max_model_len", "num_gpu_blocks", "num_cpu_blocks", "max_num_batched_tokens", "itl_target_ms"):
         if not isinstance(values[name], (int, float)):
             raise ConfigError(f"{name} = {values[name]}: must be a number, as a simulation has no device to measure")
-    if not engine.has_kinds and engine.num_blocks * engine.block_size < engine.max_model_len:
+    has_windows = engine.kv_layout is not None and engine.kv_layout.has_windows
+    if not (engine.has_kinds or has_windows) and engine.num_blocks * engine.block_size < engine.max_model_len:
         raise ConfigError(
             f"num_gpu_blocks = {engine.num_blocks} of {engine.block_size} tokens hold no sequence of max_model_len = "
             f"{engine.max_model_len}: give it at least {-(-engine.max_model_len // engine.block_size)}"
         )
-    if engine.kv_layout is not None and engine.has_kinds:
+    if engine.kv_layout is not None and (engine.has_kinds or has_windows):
         engine = _with_kinds(engine, engine.kv_layout, recorded, settings)
     policy = make_policy(config) if "scheduler" in settings or "priority_ageing_s" in settings else None
     return engine, AdmissionLimits(**{name: settings[name] for name in ADMISSION_FIELDS if name in settings}), policy
@@ -260,7 +261,8 @@ def _with_kinds(
         num_bytes = engine.num_blocks * bytes_per_block
     if "num_gpu_blocks" in settings or engine.block_size != layout.block_size:
         layout = KVLayout.of(kinds, engine.block_size, num_bytes, layout.place)
-    if layout.num_slabs < (needed := layout.slabs_of_one(engine.max_model_len)):
+    if not layout.num_at_once(engine.max_model_len):
+        needed = layout.slabs_of_one(engine.max_model_len)
         raise ConfigError(
             f"num_gpu_blocks = {num_bytes // bytes_per_block} of {engine.block_size} tokens hold no sequence of "
             f"max_model_len = {engine.max_model_len}: give it at least "

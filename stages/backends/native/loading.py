@@ -24,7 +24,7 @@ from ...device.pooler import Pooler
 from ...memory_table import MemoryTable
 from ..backend import Backend
 from ..cache_size import free_host_bytes, host_blocks_by_kind, num_host_blocks
-from ..memory_needs import sizing_on_cpu
+from ..memory_needs import frees_without_swap, sizing_on_cpu
 from ..rates import measure_rates, measure_token_s, target_ms_for
 from ..weight_use import weight_use
 from .runner import NativeRunner, NativeTokenChooser
@@ -56,6 +56,9 @@ def load_natively(
     with phases("cache"):
         bytes_per_block = sizes.bytes_per_block(config.block_size, cache_dtype)
         host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
+        if host_blocks and frees_without_swap(config, shape, max_model_len, runs_kinds=NativeDecoder.runs_kinds):
+            host_blocks = 0
+            log.info("swap.off", reason=f"{shape.family}: the windows of all layers free memory")
         most_logits = config.max_num_seqs * (1 + config.num_speculative_tokens)
         most_tokens = config.num_step_tokens
         # a step of which every token has logits needs other buffers than one of which only some have

@@ -31,8 +31,10 @@ from ..cache_size import CacheSizing, MemoryNeeds, free_host_share, host_blocks_
 from ..cuda.cuda_graphs import most_rows
 from ..memory_needs import (
     SORTED_BYTES,
+    about_masks,
     async_bytes,
     device_sampler_bytes,
+    frees_without_swap,
     graphs_bytes,
     layouts,
     positions_that_fit,
@@ -73,6 +75,9 @@ def fit_runner(
     bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
     bytes_per_block *= config.tensor_parallel_size  # ranks share the host's memory
     host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, decoder.device.type)
+    if host_blocks and frees_without_swap(config, shape, max_model_len, runs_kinds=decoder.runs_kinds):
+        host_blocks = 0
+        log.info("swap.off", reason=f"{shape.family}: the windows of all layers free memory")
     pool_blocks, states = host_blocks, None  # as many as the memory of the host pool holds
     if shape.recurrent_layers:
         each, free = shape.state_bytes(decoder.dtype.itemsize), free_host_share(config)
@@ -237,6 +242,7 @@ def _sizing_on_gpu(
         bytes_per_block=bytes_per_block,
         host_blocks=host_blocks,
         layout_of=layouts(config, shape, bytes_per_block, runs_kinds=decoder.runs_kinds),
+        about_masks=partial(about_masks, config, shape, runs_kinds=decoder.runs_kinds),
     )
 
 

@@ -46,6 +46,17 @@ def test_the_layout_of_a_recording_is_read_back_as_it_was():
     assert read_engine(written(engine)) == engine and engine.has_kinds
 
 
+def test_the_layout_of_windows_alone_is_read_back_and_must_hold_a_sequence():
+    layout = KVLayout.of(KINDS[1:], ENGINE.block_size, 7 * KINDS[1].block_bytes)
+    sizes: dict[str, Any] = {"num_blocks": 7, "max_model_len": 4096, "num_host_blocks": 0}
+    engine = replace(ENGINE, **sizes, kv_layout=layout)
+    assert layout.num_blocks == (7,) and read_engine(written(engine)) == engine
+    fields = written(engine)
+    fields["kv_layout"]["num_blocks"] = fields["num_blocks"] = 1
+    with pytest.raises(InvalidValue, match="holds no sequence of max_model_len = 4096"):
+        read_engine(fields)
+
+
 def test_recordings_of_one_kind_name_no_layout_and_read_as_before():
     assert "kv_layout" not in ENGINE.to_fields() and "num_more_host_blocks" not in ENGINE.to_fields()
     assert read_engine(written(ENGINE)) == ENGINE and not ENGINE.has_kinds
@@ -54,8 +65,8 @@ def test_recordings_of_one_kind_name_no_layout_and_read_as_before():
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("kinds", [], "2 to 16 kinds"),
-        ("kinds", None, "2 to 16 kinds"),
+        ("kinds", [], "1 to 16 kinds"),
+        ("kinds", None, "1 to 16 kinds"),
         ("blocks_per_slab", [1], "as many of each kind"),
         ("blocks_per_slab", [2**20, 1], "as many of each kind"),
         ("num_slabs", 0, "num_slabs"),

@@ -131,6 +131,8 @@ class ApiError(Exception):
         headers = dict(self._headers)
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.details is not None and (position := self.details.get("queue_depth")) is not None:
+            headers["X-Queue-Position"] = str(position)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return headers
@@ -153,6 +155,8 @@ def describe(error: BaseException) -> ApiError | None:
             "queue_depth": error.queue_depth,
             "estimated_wait_s": round(error.estimated_wait_s, 3),
         }
+        if error.num_engines is not None:
+            details["engines"] = error.num_engines
         return _of(error, details=details, retry_after_s=error.estimated_wait_s)
     if isinstance(error, TimedOut):
         return _of(error, details={"stage": error.stage})

@@ -302,10 +302,14 @@ class EngineSettings:
         1024, "maximum admitted requests, running and waiting; further ones get 429", unit="requests"
     )
     max_waiting_requests: int = _ADMISSION.setting(
-        512, "maximum requests without a first token; further ones get 429", unit="requests"
+        512,
+        "maximum requests without a first token, of several engines in each; further ones get 429",
+        unit="requests",
     )
     max_queue_s: float | None = _ADMISSION.setting(
-        None, "seconds in the queue before a request gets 408; none: no limit"
+        None,
+        "seconds in the queue before a request gets 408; in front of several engines also the longest predicted wait, "
+        "beyond which a request gets 429; none: no limit",
     )
     max_unread_tokens: int = _ADMISSION.setting(256, "unread tokens of an answer before it is parked")
     max_parked_s: float = _ADMISSION.setting(

@@ -102,10 +102,13 @@ class Overloaded(RequestError):
     status = 429
     type = "overloaded_error"
 
-    def __init__(self, message: str, *, queue_depth: int, estimated_wait_s: float) -> None:
+    def __init__(
+        self, message: str, *, queue_depth: int, estimated_wait_s: float, num_engines: int | None = None
+    ) -> None:
         super().__init__(message, code="rate_limit_exceeded")
         self.queue_depth = queue_depth  # waiting requests
         self.estimated_wait_s = estimated_wait_s
+        self.num_engines = num_engines  # that might have taken it; None: there is one, or the request came to none
 
 
 class Unavailable(RequestError):

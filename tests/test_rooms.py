@@ -86,8 +86,8 @@ BELOW = {
     "stages/split": "stages stages/adapters stages/allocate stages/device stages/exit stages/grammar stages/schedule "
     "stages/schedule/step_timing stages/routing stages/executor stages/sample stages/recordings stages/beam_search "
     "stages/loading stages/engine",
-    "stages/fleet": "stages stages/allocate stages/engine stages/executor stages/exit stages/grammar stages/routing "
-    "stages/split",
+    "stages/fleet": "stages stages/allocate stages/engine stages/executor stages/exit stages/grammar stages/intake "
+    "stages/routing stages/split",
     "stages/machines": "stages stages/allocate stages/device stages/engine stages/executor stages/fleet "
     "stages/recordings stages/routing stages/split",
     "stages/testing/scripted": "stages stages/allocate stages/device stages/grammar stages/schedule stages/sample "

@@ -186,6 +186,10 @@ _IGNORED_FIELDS: Schema = {
 }
 _RETRY_AFTER: Schema = {
     "Retry-After": {"description": "Seconds to wait before a retry", "schema": {"type": "integer", "minimum": 1}},
+    "X-Queue-Position": {
+        "description": "Requests that wait before this one; with 429",
+        "schema": {"type": "integer", "minimum": 0},
+    },
 }
 
 

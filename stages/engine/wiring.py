@@ -135,7 +135,8 @@ class TextStages(JoinedStages):
         self.grammars = grammars
         self.gate = GrammarGate(grammars, config.max_waiting_requests)
         self.adapters: AdapterGate | None = None  # None: no adapters are served
-        self.intake = Intake(self.limits, config.max_admitted_requests, config.max_waiting_requests)
+        loads = (config.max_admitted_requests, config.max_waiting_requests, config.max_queue_s)
+        self.intake = Intake(self.limits, *loads)
         template = getattr(loaded.encoder, "template", None)
         if template is not None:
             template.allow(MAX_CHARS_PER_TOKEN * info.max_model_len)

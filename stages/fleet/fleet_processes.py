@@ -23,6 +23,7 @@ from ..engine.engine_status import BlockStatus, CoreReport
 from ..engine.wiring import CLASSES, LoadedText, sketch
 from ..errors import ConfigError
 from ..grammar.compiled import Grammars
+from ..intake.admission import EngineQueues
 from ..outputs import ModelInfo
 from ..pipeline import TO_CORES, build_fleet_pipeline
 from ..routing.engine_load import EngineLoad
@@ -158,7 +159,13 @@ class FleetProcesses:
         made = (self._setup.config, loaded, grammars, self.table, self._set, self._merged)
         self._front = FleetStages(*made, self.router.note_answer)
         self.router.open(loaded.info.block_size, has_prefixes=self._setup.config.enable_prefix_caching)
+        self._front.intake.admission.ask_queues = self._queues
         return self._front
+
+    def _queues(self, num_admitted: int, max_waiting: int) -> EngineQueues | None:
+        """The queues of the processes that take requests; `num_admitted` requests are in this front."""
+        serving = [core.index for core in self._set.serving()]
+        return self.router.queues(serving, max(0, num_admitted - len(self.table)), max_waiting)
 
     @contextmanager
     def only(self, core: EngineCore) -> Iterator[None]:

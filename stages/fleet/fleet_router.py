@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..allocate.prefix_cache import PrefixCache
+from ..intake.admission import EngineQueues
 from ..messages import TokenRequest
 from ..routing.engine_load import EngineLoad
 from ..routing.policies import POLICIES
@@ -74,6 +75,17 @@ class FleetRouter:
             self._router.note_load(core, report)
         else:
             self._router.note_keys(core, unpacked(report.added), unpacked(report.removed))
+
+    def queues(self, cores: Sequence[int], num_more: int, max_waiting: int) -> EngineQueues | None:
+        """The queues of these processes, for admission; None while they are not known.
+
+        `num_more` requests are on their way to them, and each may have `max_waiting` in its queue.
+        """
+        found = None if self._router is None or not cores else self._router.queues(cores, num_more)
+        if found is None:
+            return None
+        num_waiting, wait_s, fewest = found
+        return EngineQueues(len(cores), num_waiting, wait_s, fewest < max_waiting)
 
     def note_answer(self, num_tokens: int) -> None:
         """An answer has ended with so many tokens."""

@@ -6,7 +6,9 @@ Reads no clock: the caller passes the time.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import Overloaded
 
@@ -20,16 +22,33 @@ class _Admitted:
     is_waiting: bool = True  # has no token yet
 
 
+class EngineQueues(NamedTuple):
+    """The queues of the engines to which requests may go. One that is full is no reason to refuse a request."""
+
+    num_engines: int
+    num_waiting: int  # requests in the queue that takes least time
+    wait_s: float  # predicted for that queue
+    has_room: bool  # whether there are fewer than `max_waiting` requests in some queue
+
+
+AskQueues = Callable[[int, int], EngineQueues | None]  # of requests in progress and `max_waiting`; None: not known
+
+
 class Admission:
     """Counts requests: `admit` adds one, `start` reports its first token, `release` its end.
 
     The estimated wait is the tokens of all waiting requests divided by the rate at which requests finished. Both use
     the same token estimate per request, so a constant error factor cancels out.
+
+    In front of several engines, `ask_queues` tells of their queues: then `max_waiting` is of each of them, and a
+    request is refused as well if the shortest queue takes longer than `max_queue_s`.
     """
 
-    def __init__(self, max_admitted: int, max_waiting: int) -> None:
+    def __init__(self, max_admitted: int, max_waiting: int, max_queue_s: float | None = None) -> None:
         self.max_admitted = max_admitted
         self.max_waiting = max_waiting
+        self.max_queue_s = max_queue_s
+        self.ask_queues: AskQueues | None = None
         self.num_waiting = 0
         self.num_refused = 0
         self._admitted: dict[str, _Admitted] = {}
@@ -50,9 +69,12 @@ class Admission:
         """
         if request_id in self._admitted:
             return
+        queues = None if self.ask_queues is None else self.ask_queues(self.num_admitted, self.max_waiting)
         if self.num_admitted >= self.max_admitted:
-            raise self._refuse(f"{self.num_admitted} requests are in progress, which is the limit")
-        if self.num_waiting >= self.max_waiting:
+            raise self._refuse(f"{self.num_admitted} requests are in progress, which is the limit", queues)
+        if queues is not None:
+            self._check_queues(queues)
+        elif self.num_waiting >= self.max_waiting:
             raise self._refuse(f"{self.num_waiting} requests wait for their first token, which is the limit")
         if not self._admitted:
             self._counted_s = now_s  # idle time must not lower the rate
@@ -95,11 +117,19 @@ class Admission:
         self._served_tokens = self._served_tokens * kept + num_tokens
         self._served_s = self._served_s * kept + passed_s
 
-    def _refuse(self, reason: str) -> Overloaded:
+    def _check_queues(self, queues: EngineQueues) -> None:
+        if not queues.has_room:
+            raise self._refuse(f"{self.max_waiting} requests or more wait in each engine, which is the limit", queues)
+        if self.max_queue_s is not None and queues.wait_s > self.max_queue_s:
+            reason = f"the shortest queue takes about {queues.wait_s:.1f} s, and max_queue_s is {self.max_queue_s:g}"
+            raise self._refuse(reason, queues)
+
+    def _refuse(self, reason: str, queues: EngineQueues | None = None) -> Overloaded:
         self.num_refused += 1
-        wait_s = self.estimate_wait_s()
+        wait_s = self.estimate_wait_s() if queues is None else max(LEAST_WAIT_S, queues.wait_s)
         return Overloaded(
             f"{reason}: try again in about {math.ceil(wait_s)} s",
-            queue_depth=self.num_waiting,
+            queue_depth=self.num_waiting if queues is None else queues.num_waiting,
             estimated_wait_s=wait_s,
+            num_engines=None if queues is None else queues.num_engines,
         )

@@ -30,10 +30,14 @@ class Intake(Stage[Request, Request]):
     on_crash: ClassVar = Crash.ISOLATE
 
     def __init__(
-        self, limits: RequestLimits, max_admitted_requests: int = 1024, max_waiting_requests: int = 512
+        self,
+        limits: RequestLimits,
+        max_admitted_requests: int = 1024,
+        max_waiting_requests: int = 512,
+        max_queue_s: float | None = None,
     ) -> None:
         self.limits = limits
-        self.admission = Admission(max_admitted_requests, max_waiting_requests)
+        self.admission = Admission(max_admitted_requests, max_waiting_requests, max_queue_s)
         self._context: Context | None = None
 
     async def setup(self, context: Context) -> None:

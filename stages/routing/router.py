@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from .engine_load import EngineLoad, EngineView
 from .policies import LeastWork, RoutingPolicy
 from .prefix_index import PrefixIndex
+from .queue_wait import num_waiting, shortest
 from .score import RequestFacts, prompt_s
 
 EXPECTED_S = 30.0  # for how long the blocks of a prompt are expected at the engine it was sent to
 FIRST_ANSWER = 256.0  # tokens expected of an answer before any has ended
-MEMORY = 0.99  # of the mean length of answers: the weight of those before
+MOST_ANSWERS = 100  # that the mean length of answers is of, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Router:
         self._index = PrefixIndex()
         self.num_expected: Counter[int] = Counter()  # tokens, by engine: those of prompts that it should have cached
         self._answer = FIRST_ANSWER  # mean tokens of answers
+        self._num_answers = 0  # up to `MOST_ANSWERS`
 
     def view(self, engine: int) -> EngineView:
         """What is known of an engine."""
@@ -79,9 +81,24 @@ class Router:
         self._index.add(engine, added)
         self._index.remove(engine, removed)
 
+    def queues(self, engines: Iterable[int], num_more: int) -> tuple[int, float, float] | None:
+        """The shortest queue of the engines, at least one: (requests in it, seconds of it, requests in the shortest).
+
+        `num_more` requests are on their way to some engine. The first two are of the queue that takes least time, the
+        third of that with the fewest requests. None while an engine has not reported.
+        """
+        views = [self.view(engine) for engine in engines]
+        if any(view.load is None for view in views):
+            return None
+        share = num_more / len(views)
+        best, least_s = shortest(views, self._answer, share)
+        fewest = min(num_waiting(view, share) for view in views)
+        return int(num_waiting(best, share)), least_s, fewest
+
     def note_answer(self, num_tokens: int) -> None:
         """An answer has ended with so many tokens."""
-        self._answer = MEMORY * self._answer + (1 - MEMORY) * num_tokens
+        self._num_answers = min(self._num_answers + 1, MOST_ANSWERS)
+        self._answer += (num_tokens - self._answer) / self._num_answers
 
     def drop(self, engine: int) -> None:
         """An engine is lost, with all that it had cached; one that takes its place begins anew."""

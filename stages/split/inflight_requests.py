@@ -61,6 +61,10 @@ class InflightRequests:
         self.group_from = GROUP_FROM
         self._on_trial: dict[str, Trial] = {}  # by request
 
+    def __len__(self) -> int:
+        """Requests of which a prompt was sent, and that have not ended."""
+        return len(self._live)
+
     def __contains__(self, request_id: str) -> bool:
         """Whether any prompt of the request was sent."""
         return request_id in self._live

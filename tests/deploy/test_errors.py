@@ -30,6 +30,12 @@ def test_an_overload_says_when_to_come_back_and_why():
     assert error.body()["error"]["details"] == {"stage": "schedule", "queue_depth": 256, "estimated_wait_s": 2.7}
 
 
+def test_an_overload_of_a_fleet_says_how_many_engines_and_the_place_in_the_shortest_queue():
+    error = describe(Overloaded("full", queue_depth=7, estimated_wait_s=2.7, num_engines=3))
+    assert error is not None
+    assert (error.headers["X-Queue-Position"], error.body()["error"]["details"]["engines"]) == ("7", 3)
+
+
 def test_a_refusal_keeps_its_words_its_code_and_its_field():
     error = describe(Refused("n = 0: must be at least 1", param="n"))
     assert error is not None

@@ -34,6 +34,7 @@ class ErrorDetails(Shape):
     stage: str
     queue_depth: Count | None = None
     estimated_wait_s: Annotated[float, Field(ge=0)] | None = None
+    engines: Count | None = None  # of a fleet, none of which has room; the queue is the shortest
 
 
 class ErrorInfo(Shape):

@@ -7,7 +7,7 @@ from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 from millrace.stages.errors import Overloaded, Refused
 from millrace.stages.exit.outboxes import Outboxes
-from millrace.stages.intake.admission import Admission
+from millrace.stages.intake.admission import Admission, EngineQueues
 from millrace.stages.intake.stage import Intake
 from millrace.stages.messages import ChatPrompt, Prompt, Request
 from millrace.stages.params import SamplingParams
@@ -121,6 +121,37 @@ def test_only_those_without_a_token_count_as_waiting():
     door.start("a")
     door.admit("b", 10, 0.0)
     assert door.num_waiting == 1 and door.num_admitted == 2
+
+
+@pytest.mark.parametrize(
+    ("queues", "reason"),
+    [
+        (EngineQueues(3, 7, 9.0, has_room=False), "9 requests or more wait in each engine"),
+        (EngineQueues(3, 7, 9.0, has_room=True), "shortest queue takes about 9.0 s, and max_queue_s is 4"),
+        (EngineQueues(3, 7, 4.0, has_room=True), None),
+        (None, None),
+    ],
+)
+def test_in_front_of_engines_only_their_shortest_queue_turns_a_request_away(
+    queues: EngineQueues | None, reason: str | None
+):
+    door = Admission(max_admitted=99, max_waiting=9, max_queue_s=4.0)
+    door.ask_queues = lambda num_admitted, max_waiting: queues
+    if reason is None:
+        return door.admit("a", 10, 0.0)
+    with pytest.raises(Overloaded, match=reason) as caught:
+        door.admit("a", 10, 0.0)
+    refused = caught.value
+    assert (refused.num_engines, refused.queue_depth, refused.estimated_wait_s) == (3, 7, 9.0)
+
+
+def test_waiting_requests_over_the_limit_of_one_engine_are_no_overload_of_several():
+    door = Admission(max_admitted=99, max_waiting=2)
+    door.ask_queues = lambda num_admitted, max_waiting: EngineQueues(2, 1, 0.5, has_room=num_admitted < 4)
+    for name in "abcd":
+        door.admit(name, 10, 0.0)
+    with pytest.raises(Overloaded, match="2 requests or more wait in each engine"):
+        door.admit("e", 10, 0.0)
 
 
 def test_admitting_a_request_again_changes_nothing():

@@ -34,7 +34,7 @@ class ScriptedMachines:
     """Engines by address. One that is not there refuses connections."""
 
     def __init__(self, step_s: float = 0.001, config: EngineConfig = CONFIG) -> None:
-        self.config, self._step_s = _resolved(config, {}), step_s
+        self.config, self.step_s = _resolved(config, {}), step_s  # of engines that start now
         self._env = LiveEnv(0)
         self.servers: dict[str, EngineServer] = {}
 
@@ -56,7 +56,7 @@ class ScriptedMachines:
         await self._env.aclose()
 
     def _load(self, config: EngineConfig, env: Any, phases: Any) -> Any:
-        model = _model(config, SCRIPT, env, self._step_s)
+        model = _model(config, SCRIPT, env, self.step_s)
         return _loaded(config, model), _device(model)
 
     def peer(self, address: Address) -> ScriptedPeer:

@@ -1,0 +1,92 @@
+"""A fleet under several times the load that it can take, in virtual time. See `tests/bench/overload.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from millrace.runtime.env.log import captured_logs
+from millrace.runtime.simulation.run import SimEnv, run
+from millrace.stages.engine.engine import Engine
+from millrace.stages.fleet.fleet_processes import FleetProcesses
+from millrace.stages.outputs import ModelInfo
+from millrace.stages.split.remote_core import RemoteCore
+from millrace.stages.testing.scripted.engine import SMALL, _device, _loaded, _model, _resolved
+from millrace.stages.testing.scripted.script import Script
+from tests.bench.overload import Figures, Overload, measure
+from tests.simulation.fleet import SimHosts
+from tests.simulation.memory_link import MemoryChild, in_memory
+
+STEP_S = 0.1  # of a job of the device: a step has two
+NUM_TOKENS = 16
+CONFIG = replace(SMALL, data_parallel_size=2, max_num_seqs=8, max_queue_s=5.0, max_admitted_requests=10_000)
+
+
+class SimFleetEngine(Engine):
+    """A fleet of scripted engines in virtual time."""
+
+    def __init__(self, config: Any, env: SimEnv) -> None:
+        async def read_text(config: Any, phases: Any, env: Any) -> Callable[[ModelInfo], Any]:
+            loaded = _loaded(config, _model(config, Script(), env))
+            return lambda info: replace(loaded, info=info)
+
+        processes = partial(FleetProcesses, make_hosts=SimHosts)
+        core = partial(RemoteCore, make_processes=processes, read_text=read_text, warm_up=None)
+        super().__init__(config, core=core, env=env)
+
+
+def overloaded(seconds: float) -> Figures:
+    """The figures of two engines."""
+    children: list[MemoryChild] = []
+
+    class Child(MemoryChild):
+        def __init__(self, *ends: Any) -> None:
+            children.append(self)
+            super().__init__(*ends)
+
+    def make(config: Any, env: Any, phases: Any) -> Any:
+        model = _model(config, Script(), env)
+        return _loaded(config, model), _device(model)
+
+    async def tick(env: SimEnv) -> None:  # the watch of a pipeline does not tick in virtual time
+        while True:
+            await env.sleep(0.1)
+            for child in children:
+                child.process._report_to_router()
+
+    async def main(env: SimEnv) -> Figures:
+        with in_memory(env, make, Child):
+            async with SimFleetEngine(_resolved(CONFIG, {}), env) as engine:
+                ticking = asyncio.create_task(tick(env))
+                slots = CONFIG.data_parallel_size * CONFIG.max_num_seqs
+                figures = await measure(
+                    Overload(
+                        [engine],
+                        env.now,
+                        env.sleep,
+                        slots,
+                        seconds=seconds,
+                        num_tokens=NUM_TOKENS,
+                        capacity=slots / (2 * STEP_S * NUM_TOKENS),
+                    )
+                )
+                ticking.cancel()
+                await env.aclose()
+                return figures
+
+    with captured_logs():
+        return run(main, seed=1, policy="fifo", worker_delay_s={"device": (STEP_S, STEP_S)}).value
+
+
+@pytest.mark.timeout(120)
+def test_at_four_times_the_load_the_engines_stay_busy_and_the_waits_told_are_true() -> None:
+    figures = overloaded(10.0)
+    assert figures.share >= 0.9, figures
+    assert figures.refusal_p99_s <= 0.1
+    assert figures.retry_error <= 0.25
+    assert figures.engines == {2}

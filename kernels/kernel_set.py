@@ -22,6 +22,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from .layout.experts import RoutedExperts
 from .layout.layer_options import Activation as Activation
 from .layout.layer_options import HeadNorms as HeadNorms
 from .layout.lora_lists import LoraLists, LoraWeights
@@ -80,6 +81,17 @@ def load_lora(name: BackendName) -> LoraKernels:
 
         return lora_slots
     from .triton.lora import launches
+
+    return launches
+
+
+def load_experts(name: BackendName) -> ExpertKernels:
+    """The kernels of experts of that backend. `load` checks whether they can run here."""
+    if name == "torch":
+        from .reference import experts
+
+        return experts
+    from .triton.experts import launches
 
     return launches
 
@@ -488,4 +500,20 @@ class LoraKernels(Protocol):
         product  [T, 2F]   gate first; may be overwritten
 
         Returns [T, F] as product.
+        """
+
+
+class ExpertKernels(Protocol):
+    """The kernels of layers with experts."""
+
+    def routed_experts(self, x: Tensor, logits: Tensor, experts: RoutedExperts) -> Tensor:
+        """The experts that tokens are routed to, each token's added by weight in the order of rank.
+
+        x        [T, K]       contiguous in K
+        logits   [T, E] f32   of the router, its bias included; see `kernels/reference/experts.py`
+
+        An expert's output is rounded to x's type, then multiplied by its weight and added in f32. Triton reads no
+        number on the host, and does not let a row's bits depend on the others with `is_batch_invariant`.
+
+        Returns [T, K] f32.
         """

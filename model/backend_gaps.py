@@ -18,7 +18,7 @@ def missing(spec: DecoderSpec, backend: Backend) -> list[str]:
     for layer in dict.fromkeys(spec.layers):
         found.update(dict.fromkeys(_of_layer(layer)))
         if isinstance(layer.feed, MoeSpec) and backend != "native":
-            found.update(dict.fromkeys(_of_experts(layer.feed, backend)))
+            found.update(dict.fromkeys(_of_experts(layer.feed)))
         if backend != "torch":
             found.update(dict.fromkeys(_of_torch_alone(layer)))
         if backend == "triton":
@@ -63,10 +63,8 @@ def _of_layer(layer: LayerSpec) -> Iterator[str]:
         yield "norms of experts beside attention"
 
 
-def _of_experts(moe: MoeSpec, backend: Backend) -> Iterator[str]:
+def _of_experts(moe: MoeSpec) -> Iterator[str]:
     """What torch and Triton lack; see `_of_native_experts` for the other."""
-    if backend == "triton":
-        yield "experts"
     if moe.router.scales_input:
         yield "weights of experts that multiply their input"
     if "xielu" in (feed.activation for feed in (moe.expert, moe.shared, moe.dense_beside) if feed is not None):

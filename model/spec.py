@@ -173,7 +173,7 @@ class FeedSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """Which experts a token goes to, and with what weights, in f32: see `kernels/reference/routing.py`."""
+    """Which experts a token goes to, and with what weights, in f32: see `kernels/reference/experts.py`."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
     when: Literal["before_top_k", "after_top_k"] = "before_top_k"  # after: of the chosen logits only, for softmax

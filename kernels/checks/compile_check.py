@@ -14,7 +14,7 @@ It checks:
 - room on a multiprocessor for all programs that are launched for it;
 - on sm_90, warpgroup matrix instructions in the extend kernel.
 
-It does not measure speed. `compile_cases.py` and `lora_cases.py` list the launches.
+It does not measure speed. `compile_cases.py`, `lora_cases.py` and `expert_cases.py` list the launches.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -45,6 +45,7 @@ from ..triton import attention as triton_attention
 from ..triton import attention_plan as triton_plan
 from ..triton import launch as triton_launch
 from .compile_cases import NUM_PROCESSORS, TYPE_NAMES, CompileCase, StackBound, all_cases
+from .expert_cases import expert_cases
 from .listings import num_buffers, spills_in_loops, waits_in_loops
 from .lora_cases import lora_cases
 
@@ -252,7 +253,9 @@ def main() -> int:
     dtypes = (torch.bfloat16,) if options.quick else (torch.bfloat16, torch.float16, torch.float32)
     num_problems = num_launches = 0
     for arch in options.arch or (90, 80):
-        cases = all_cases(arch, head_dims, dtypes) + [case for dtype in dtypes for case in lora_cases(dtype)]
+        cases = all_cases(arch, head_dims, dtypes) + [
+            case for dtype in dtypes for case in (*lora_cases(dtype), *expert_cases(dtype))
+        ]
         for case in cases:
             for report in check(case, arch) if re.search(options.only, case.name) else []:
                 problems = report.problems(case)

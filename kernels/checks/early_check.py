@@ -28,6 +28,7 @@ from .compile_cases import (
     step_cases,
 )
 from .compile_check import Launch, compiled, of_cubin, recorded_launches
+from .expert_cases import expert_cases
 from .lora_cases import lora_cases
 from .product_cases import product_cases
 
@@ -221,6 +222,7 @@ def early_cases() -> list[CompileCase]:
     dtype = torch.bfloat16
     cases = [*layer_cases(dtype), *other_layer_cases(dtype), *prologue_cases(EARLY_ARCH, 128, dtype), *step_cases()]
     cases += [*attention_cases(128, dtype), *folded_cases(128, dtype), *sampling_cases(dtype)]
+    cases += expert_cases(dtype, ["OLMoE", "gpt-oss"], tokens=(1, 2048))
     return [*cases, *product_cases(), *lora_cases(dtype, tokens=(64, 2048), ranks=(16,))]
 
 

@@ -99,7 +99,7 @@ class NativeLayerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeExperts:
-    """Experts, and which of them a token goes to: the rule of `kernels/reference/routing.py`.
+    """Experts, and which of them a token goes to: the rule of `kernels/reference/experts.py`.
 
     Biases of the router and of experts, and that of the choice, are added if their tensors are set.
     """

@@ -18,7 +18,13 @@
               "options": {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "occupancy": 3}
             }
           ],
-          "extend": []
+          "extend": [],
+          "experts": [
+            {
+              "shape": {"num_experts": 64, "num_outputs": 1024, "num_inner": 2048, "num_pairs": 8},
+              "options": {"block_m": 16, "block_n": 32, "block_k": 128, "num_stages": 4}
+            }
+          ]
         }
       }
     }
@@ -41,6 +47,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .attention import AttentionKind, StepShape, StepTiling
+from .experts import ExpertShape, ExpertTiling, usual_tiling
 from .predicted import BYTES_PER_S, predicted_forms
 from .products import SHARED_BYTES, DtypeName, FormsByRows, ProductForm, ProductKind, ProductShape, why_library
 
@@ -50,6 +57,7 @@ KERNELS: dict[str, tuple[type[Any], type[Any]]] = {  # shape and options
     "product": (ProductShape, ProductForm),
     "decode": (StepShape, StepTiling),
     "extend": (StepShape, StepTiling),
+    "experts": (ExpertShape, ExpertTiling),
 }
 
 Entries = Mapping[str, Mapping[Any, Any]]  # kernel -> shape -> options
@@ -113,6 +121,21 @@ class Tilings:
             if replace(each, num_rows=shape.num_rows) == shape
         }
         return found[min((rows for rows in found if rows >= shape.num_rows), default=max(found))] if found else None
+
+    def experts(self, shape: ExpertShape, *, is_fixed: bool = False) -> ExpertTiling:
+        """The measured options of a grouped product for at least as many pairs, else for the most, else the usual.
+
+        With `is_fixed` the usual ones that are for any number of pairs.
+        """
+        found = {
+            each.num_pairs: tiling
+            for each, tiling in self.entries.get("experts", {}).items()
+            if replace(each, num_pairs=shape.num_pairs) == shape
+        }
+        if is_fixed or not found or not self.is_on:
+            return usual_tiling(shape, self.shared_bytes, is_fixed=is_fixed)
+        best: ExpertTiling = found[min((pairs for pairs in found if pairs >= shape.num_pairs), default=max(found))]
+        return best
 
 
 def load_tilings(

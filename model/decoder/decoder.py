@@ -69,6 +69,7 @@ class Decoder:
         self.adapters = adapters
         self.weights = weights
         self.kernels = kernels
+        self.tilings = tilings
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self.max_positions = max_positions or spec.max_position_embeddings
@@ -233,7 +234,9 @@ class _Layer:
         self.decoder, self.kernels = decoder, decoder.kernels
         self.spec, self.weights, self.products = spec, weights, products
         moe = spec.feed if isinstance(spec.feed, MoeSpec) else None
-        self.experts = [Experts(moe, share, self.kernels) for share in weights.experts] if moe is not None else []
+        self.experts = (
+            [] if moe is None else [Experts(moe, one, self.kernels, decoder.tilings) for one in weights.experts]
+        )
         self.pre_mixer, self.pre_feed = _row_norm(weights.pre_mixer), _row_norm(weights.pre_feed)
         self.recurrent: RecurrentLayer | None = None
         if isinstance(spec.mixer, RecurrentSpec):

@@ -1,7 +1,4 @@
-"""A mixture of experts by torch: rows grouped by expert, one product for each expert that some token goes to.
-
-The number of rows of each expert is read by the host, so a step with experts cannot be captured in a CUDA graph.
-"""
+"""A layer's mixture of experts: router, routed experts, and the networks beside them that all tokens go to."""
 
 from __future__ import annotations
 
@@ -11,10 +8,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ...kernels.kernel_set import KernelSet
-from ...kernels.reference.routing import route
+from ...kernels.kernel_set import KernelSet, load_experts
+from ...kernels.layout.experts import ExpertStack, RoutedExperts
+from ...kernels.tilings.tables import Tilings
 from ..spec import FeedSpec, MoeSpec
-from .linear import Linear
+from .linear import EvenLinear, Linear
 from .norms import NormWeights, normed
 
 
@@ -42,6 +40,7 @@ class ExpertWeights:
     # of what the experts read, what they return and what `dense_beside` returns
     own_norms: tuple[NormWeights, ...] = ()
     experts: tuple[FeedWeights, ...]
+    stack: ExpertStack | None = None  # the same memory as one tensor each, for kernels that need it
     shared: FeedWeights | None
     shared_router: Linear | None  # hidden -> 1
     dense_beside: FeedWeights | None
@@ -53,15 +52,33 @@ class ExpertWeights:
             for part in value if isinstance(value, tuple) else (value,):
                 if isinstance(part, Tensor):
                     yield part
-                elif part is not None:
+                elif part is not None and not isinstance(part, ExpertStack):
                     yield from part.tensors()
 
 
 class Experts:
     """The feed-forward part of a layer with experts."""
 
-    def __init__(self, spec: MoeSpec, weights: ExpertWeights, kernels: KernelSet) -> None:
+    def __init__(
+        self, spec: MoeSpec, weights: ExpertWeights, kernels: KernelSet, tilings: Tilings | None = None
+    ) -> None:
         self.spec, self.weights, self.kernels = spec, weights, kernels
+        self.expert_kernels = load_experts(kernels.name)
+        expert = spec.expert
+        self.routed = RoutedExperts(
+            rule=spec.router,
+            top_k=spec.top_k,
+            choice_bias=weights.choice_bias,
+            scales=weights.expert_scale,
+            is_gated=expert.is_gated,
+            activation=expert.activation,
+            alpha=expert.alpha,
+            limit=expert.limit,
+            each=[(one.gate_up, one.down) for one in weights.experts],
+            stack=weights.stack,
+            is_batch_invariant=isinstance(weights.router, EvenLinear),
+            tilings=tilings,
+        )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """What the layer adds to the residual for x [T, hidden], before it is normed and scaled; as x.
@@ -89,13 +106,7 @@ class Experts:
         read = (
             routed.float() if weights.router_norm is None else normed(routed.float(), weights.router_norm, self.kernels)
         )
-        ids, shares = route(weights.router(read), spec.router, spec.top_k, weights.choice_bias)
-        if weights.expert_scale is not None:
-            shares = shares * weights.expert_scale[ids]
-        parts = self._pairs(x, ids)  # [T, k, hidden]
-        total = parts[:, 0].float() * shares[:, :1]
-        for rank in range(1, spec.top_k):
-            total += parts[:, rank].float() * shares[:, rank : rank + 1]
+        total = self.expert_kernels.routed_experts(x, weights.router(read), self.routed)
         if spec.shared is not None and weights.shared is not None:
             shared = self._feed(spec.shared, weights.shared, x).float()
             if weights.shared_router is not None:
@@ -104,23 +115,6 @@ class Experts:
         if spec.dense_beside is not None and weights.dense_beside is not None and not weights.own_norms:
             total += self._feed(spec.dense_beside, weights.dense_beside, x).float()
         return total
-
-    def _pairs(self, x: Tensor, ids: Tensor) -> Tensor:
-        """The output [T, k, hidden] of each token's experts, for ids [T, k]."""
-        num_tokens, top_k = ids.shape
-        flat = ids.reshape(-1)
-        order = flat.argsort(stable=True)  # pairs of token and rank by expert, an expert's in the order of tokens
-        rows = x.index_select(0, order // top_k)
-        counts = torch.bincount(flat, minlength=self.spec.num_experts).tolist()
-        found = [
-            self._feed(self.spec.expert, expert, part)
-            for expert, part in zip(self.weights.experts, rows.split_with_sizes(counts), strict=True)
-            if len(part)
-        ]
-        pairs = torch.empty_like(rows)
-        if found:
-            pairs[order] = torch.cat(found)
-        return pairs.view(num_tokens, top_k, x.shape[1])
 
     def _feed(self, spec: FeedSpec, weights: FeedWeights, x: Tensor) -> Tensor:
         """A network of x [T, hidden]; as x."""

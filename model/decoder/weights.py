@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.layout.experts import ExpertStack
 from ..checkpoint.counted_tensors import CountedTensors, ReadProgress
 from ..checkpoint.safetensors import BFLOAT16
 from ..checkpoint.tensor_shapes import CheckpointChange, TensorSource, expected_shapes, open_source
@@ -166,6 +167,7 @@ def load_weights(
     free_bytes: int | None = None,
     change: CheckpointChange | None = None,
     shard: RankShare | None = None,
+    stacks_experts: bool = False,
 ) -> DecoderWeights:
     """The weights of the checkpoint in `root`; with load_format "dummy" seeded random weights, without reading a file.
 
@@ -173,7 +175,7 @@ def load_weights(
     told the bytes of each tensor that is read. With `is_batch_invariant` a row's products do not depend on the other
     rows, see `EvenLinear`. `free_bytes` is the device's free memory before loading, which limits larger, faster forms;
     None = no limit. `change`: as for `open_source`. `shard`: the share of a rank, of whose decoder `spec_of` has the
-    sizes; None = the whole model.
+    sizes; None = the whole model. `stacks_experts`: see `ExpertStack`; their linears are then of no packed form.
     """
     source, spec = open_source(root, spec, load_format, change)
     if progress is not None:
@@ -181,6 +183,7 @@ def load_weights(
     loader = _Loader(source, spec, device, dtype, shard)
     num_weights = loader.total_bytes // dtype.itemsize
     loader.form = linear_form(device, dtype, num_weights, free_bytes, is_batch_invariant=is_batch_invariant)
+    loader.stacks_experts = stacks_experts
     return loader.load()
 
 
@@ -205,6 +208,7 @@ class _Loader:
         self.device, self.dtype = device, dtype
         self.total_bytes = sum(math.prod(shape) for shape in self.shapes.values()) * dtype.itemsize
         self.form: Callable[..., Linear] = Linear
+        self.stacks_experts = False
 
     def load(self) -> DecoderWeights:
         spec = self.spec
@@ -278,7 +282,7 @@ class _Loader:
         router = name(names.ROUTER)
         bias = self._tensor(f"{router}.bias", dtype=torch.float32) if moe.router.has_bias else None
         form = EvenLinear if self.form is EvenLinear else Linear
-        experts = [[name(names.of_expert(stem, expert)) for stem in EXPERT] for expert in range(moe.num_experts)]
+        experts, stack = self._each_expert(moe, name)
         own_norms = [self._norm(name(stem), moe.own_norms) for stem in names.OWN_NORMS]
         return ExpertWeights(
             router=form(self._tensor(f"{router}.weight", dtype=torch.float32), bias),
@@ -290,11 +294,48 @@ class _Loader:
             if moe.router.has_expert_scale
             else None,
             own_norms=() if moe.own_norms is None else tuple(norm for norm in own_norms if norm is not None),
-            experts=tuple(self._feed(moe.expert, *stems) for stems in experts),
+            experts=experts,
+            stack=stack,
             shared=None if moe.shared is None else self._feed(moe.shared, *map(name, names.SHARED)),
             shared_router=self._linear(name(names.SHARED_ROUTER)) if moe.has_shared_gate else None,
             dense_beside=None if moe.dense_beside is None else self._feed(moe.dense_beside, *map(name, names.DENSE)),
         )
+
+    def _each_expert(
+        self, moe: MoeSpec, name: Callable[[str], str]
+    ) -> tuple[tuple[FeedWeights, ...], ExpertStack | None]:
+        """The experts, and the tensors that their weights are parts of, if they are stacked."""
+        stems = [[name(names.of_expert(stem, expert)) for stem in EXPERT] for expert in range(moe.num_experts)]
+        if not self.stacks_experts:
+            return tuple(self._feed(moe.expert, *each) for each in stems), None
+        inner, outer = slice(0 if moe.expert.is_gated else 1, 2), slice(2, 3)
+        kinds = {
+            "gate_up": (inner, "weight"),
+            "gate_up_bias": (inner, "bias"),
+            "down": (outer, "weight"),
+            "down_bias": (outer, "bias"),
+        }
+        found = {
+            field: [[f"{stem}.{kind}" for stem in each[part]] for each in stems]
+            for field, (part, kind) in kinds.items()
+        }
+        stack = {field: self._empty_stack(each) if each[0][0] in self.shapes else None for field, each in found.items()}
+        form, experts = EvenLinear if self.form is EvenLinear else Linear, []
+        for expert in range(moe.num_experts):
+            parts = {field: None if whole is None else whole[expert] for field, whole in stack.items()}
+            for field, part in parts.items():
+                if part is not None:
+                    self._fill(found[field][expert], part)
+            gate_up, gate_up_bias, down, down_bias = parts.values()
+            assert gate_up is not None and down is not None
+            experts.append(FeedWeights(form(gate_up, gate_up_bias), form(down, down_bias)))
+        return tuple(experts), ExpertStack(**stack)  # type: ignore[arg-type]  # the weights are there
+
+    def _empty_stack(self, found: list[list[str]]) -> Tensor:
+        """Memory for tensors of all experts, each of several joined along their rows."""
+        shapes = [self.shapes[name] for name in found[0]]
+        size = (len(found), sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return torch.empty(size, dtype=self.dtype, device=self.device)
 
     def _mixer(self, mixer: Mixer, name: Callable[[str], str]) -> dict[str, Any]:
         """The fields of `LayerWeights` that belong to the mixer."""
@@ -362,13 +403,17 @@ class _Loader:
         dtype = dtype or self.dtype
         num_rows = sum(self.shapes[name][0] for name in found)
         joined = torch.empty((num_rows, *self.shapes[found[0]][1:]), dtype=dtype, device=self.device)
+        self._fill(found, joined)
+        return joined
+
+    def _fill(self, found: Sequence[str], joined: Tensor) -> None:
+        """Copies tensors of the checkpoint to the rows of one, in their order."""
         for name, part in zip(found, joined.split_with_sizes([self.shapes[name][0] for name in found]), strict=True):
             self._copy(name, part)
             self.source.forget(name)
             if not all(map(math.isfinite, torch.stack(torch.aminmax(part)).tolist())):
                 stored = self.source.stored_name(name)
-                raise CheckpointError(f"tensor {stored}: holds NaN or infinity as {dtype}; fetch the file again")
-        return joined
+                raise CheckpointError(f"tensor {stored}: holds NaN or infinity as {joined.dtype}; fetch the file again")
 
     def _copy(self, name: str, part: Tensor) -> None:
         """Copies a tensor to the device: as it is, or unpacked from rows of a mapped file, some at a time."""

@@ -18,6 +18,7 @@ from millrace.kernels.tilings.products import FormsByRows, ProductForm
 from millrace.kernels.tilings.tables import Tilings
 from millrace.model.decoder import weights
 from millrace.model.decoder.linear import Linear
+from tests.counts import FULL
 from tests.families.oracle import prompts
 from tests.families.zoo import Entry, chosen
 from tests.model.stepping import greedy, load_decoder
@@ -34,6 +35,15 @@ PIECES = {
     "smollm3-interval": "layers without rotation",
 }
 
+
+EXPERTS = {
+    "mixtral": "weights by softmax, then normed",
+    "qwen2-moe": "shared experts behind a gate, and layers without experts",
+    "granitemoe-shared": "a softmax of the chosen",
+    "gpt-oss-clamped": "biases, and a clamped gate",
+    "glm4-moe": "the best groups by sigmoid",
+    "ernie4-5-moe": "a bias for the choice",
+}
 
 FORMS: FormsByRows = (
     (1, ProductForm(form="vector", block_n=16, block_k=256, num_warps=1, fuses_norm=True)),
@@ -56,6 +66,17 @@ def test_a_family_has_the_logits_of_transformers(name: str, tmp_path: Path, monk
     decoder = load_decoder(entry.folder, kernels=kernel_set.load("triton"), tilings=EveryProduct("a test", "here"))
     assert all(each is not None for each in (decoder.few_rows.layers[-1].qkv, decoder.few_rows.layers[-1].down))
     sequences = greedy(decoder, prompts(LENGTHS), NUM_NEW, block_size=4)
+    for sequence, answer in zip(sequences, entry.answers, strict=True):
+        assert sequence.generated == answer.token_ids
+        torch.testing.assert_close(torch.stack(sequence.logits), answer.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not FULL, reason="MILLRACE_FULL")
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_family_with_experts_has_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    row = next(row for row in chosen([name]) if row.name == name)
+    entry = Entry(row, tmp_path / name, NUM_NEW, LENGTHS)
+    sequences = greedy(load_decoder(entry.folder, kernels=kernel_set.load("triton")), prompts(LENGTHS), NUM_NEW, 4)
     for sequence, answer in zip(sequences, entry.answers, strict=True):
         assert sequence.generated == answer.token_ids
         torch.testing.assert_close(torch.stack(sequence.logits), answer.logits, rtol=1e-4, atol=1e-4)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType, NativeExperts, NativeLayer, NativeNorm, NativeQkNorm, NativeShape
-from millrace.kernels.reference.routing import route
+from millrace.kernels.reference.experts import route
 
 Array = NDArray[Any]
 

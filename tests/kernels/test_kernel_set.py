@@ -59,6 +59,13 @@ def test_the_lora_kernels_of_a_backend_have_the_signatures_of_the_protocol(name:
     assert not [*mismatches(kernel_set.load_lora(name), kernel_set.LoraKernels)]
 
 
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_the_kernels_of_experts_of_a_backend_have_the_signatures_of_the_protocol(name: kernel_set.BackendName) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    assert not [*mismatches(kernel_set.load_experts(name), kernel_set.ExpertKernels)]
+
+
 @pytest.mark.parametrize("folder", BACKENDS)
 def test_a_backend_has_every_kernel_with_the_signature_of_the_protocol(folder: str) -> None:
     if folder == "triton":

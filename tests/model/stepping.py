@@ -23,8 +23,9 @@ def load_decoder(
 ) -> Decoder:
     """The checkpoint on the CPU, on the PyTorch kernels unless `kernels` are given."""
     config = read_spec(root)
-    weights = load_weights(root, config, torch.device("cpu"), dtype)
-    return Decoder(config, weights, kernels or kernel_set.load("torch"), tilings=tilings)
+    kernels = kernels or kernel_set.load("torch")
+    weights = load_weights(root, config, torch.device("cpu"), dtype, stacks_experts=kernels.name == "triton")
+    return Decoder(config, weights, kernels, tilings=tilings)
 
 
 @dataclass

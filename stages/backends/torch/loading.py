@@ -253,6 +253,7 @@ def _load_weights(
         load_format=config.load_format,
         progress=progress,
         is_batch_invariant=config.deterministic,
+        stacks_experts=kernels.name == "triton",
         free_bytes=free,
         change=merging_of(config),
     )

@@ -40,6 +40,7 @@ def load_share(
         load_format=config.load_format,
         progress=progress,
         is_batch_invariant=config.deterministic,
+        stacks_experts=kernels.name == "triton",
         free_bytes=free_bytes(config, device)
         // (shard.size if device.type == "cpu" else 1),  # ranks share the host's memory
         change=merging_of(config),

@@ -16,7 +16,7 @@ from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRou
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
-from millrace.kernels.reference.routing import route
+from millrace.kernels.reference.experts import route
 from millrace.model.spec import RouterSpec
 
 NORMED = RouterSpec(norm_top_k=True)  # Mixtral, Qwen3-MoE with norm_topk_prob

@@ -20,10 +20,12 @@ import triton.language as tl
 from millrace.kernels.checks import compile_cases, early_check
 from millrace.kernels.checks.compile_cases import CompileCase
 from millrace.kernels.checks.compile_check import check, compiled, recorded_launches
+from millrace.kernels.checks.expert_cases import expert_cases
 from millrace.kernels.checks.lora_cases import lora_cases
 from millrace.kernels.checks.product_cases import product_cases
 from millrace.kernels.triton import launch as triton_launch
 from millrace.kernels.triton.launch import let_next_begin, wait_for_earlier
+from tests.counts import FULL
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,6 +42,7 @@ CASES = [
     *compile_cases.sampling_cases(BF16)[:2],
     *PRODUCTS,
     *lora_cases(BF16, (64,), (16,), ["8B gate_up"])[3:],  # gated
+    *(expert_cases(BF16, ["OLMoE"], (1, 2048)) if FULL else []),
 ]
 
 

@@ -15,11 +15,12 @@ pytest.importorskip("triton")
 from millrace.kernels.checks import compile_cases, compile_check
 from millrace.kernels.checks.compile_cases import CompileCase
 from millrace.kernels.checks.compile_check import CompileReport
+from millrace.kernels.checks.expert_cases import expert_cases
 from millrace.kernels.checks.listings import spills_in_loops, waits_in_loops
 from millrace.kernels.layout.attention_tilings import REGISTERS, Tiling
 from millrace.kernels.triton import attention_plan
 from millrace.kernels.triton import launch as triton_launch
-from tests.counts import FULL
+from tests.counts import FULL, count
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,6 +42,7 @@ CASES = [
     *((90, case) for case in compile_cases.attention_cases(128, BF16, cache_dtype=torch.float8_e4m3fn)[:2]),
     *((80, case) for case in compile_cases.attention_cases(128, BF16)[:2]),
     *((arch, compile_cases.attention_cases(dim, BF16)[0]) for arch, dim in ((90, 24), (80, 120))),  # no multiples of 16
+    *((90, case) for case in expert_cases(BF16, ["OLMoE"], (1, 64, 2048))[: count(1, 4)]),
     *((90, case) for case in (GROUPS if FULL else [*GROUPS[:2], *GROUPS[6:10]])),  # each, over either type of cache
 ]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from millrace.kernels import kernel_set
-from millrace.kernels.reference.routing import route
+from millrace.kernels.reference.experts import route
 from millrace.model.decoder.experts import Experts, ExpertWeights
 from millrace.model.decoder.memory_estimate import _of_experts
 from millrace.model.decoder.weights import load_weights

@@ -1,4 +1,4 @@
-// Router: which experts a row goes to, and with what weights. The rule is that of kernels/reference/routing.py.
+// Router: which experts a row goes to, and with what weights. The rule is that of kernels/reference/experts.py.
 //
 // All in float32, row by row, so that nothing depends on other rows. Called in a phase of ExpertStep, on each compute
 // thread.

@@ -1,11 +1,29 @@
-"""Which experts a token goes to, and with what weights: the one rule that every backend computes."""
+"""Experts in plain PyTorch: which of them a token goes to, by the one rule of every backend, and the sum of those.
+
+Rows are grouped by expert, with one product for each expert that some token goes to. The number of rows of each is read
+by the host, so such a step cannot be captured in a CUDA graph.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..layout.experts import RoutedExperts
 from ..layout.layer_options import RoutingRule
+from .products import activated_linear, gated_linear
+
+
+def routed_experts(x: Tensor, logits: Tensor, experts: RoutedExperts) -> Tensor:
+    """See `ExpertKernels.routed_experts`."""
+    ids, shares = route(logits, experts.rule, experts.top_k, experts.choice_bias)
+    if experts.scales is not None:
+        shares = shares * experts.scales[ids]
+    parts = _pairs(x, ids, experts)  # [T, k, K]
+    total = parts[:, 0].float() * shares[:, :1]
+    for rank in range(1, experts.top_k):
+        total += parts[:, rank].float() * shares[:, rank : rank + 1]
+    return total
 
 
 def route(logits: Tensor, rule: RoutingRule, top_k: int, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -34,6 +52,28 @@ def route(logits: Tensor, rule: RoutingRule, top_k: int, choice_bias: Tensor | N
     if rule.norm_top_k:
         weights = weights / (weights.sum(-1, keepdim=True) + rule.norm_eps).clamp(min=rule.norm_min)
     return ids, weights * rule.scale
+
+
+def _pairs(x: Tensor, ids: Tensor, experts: RoutedExperts) -> Tensor:
+    """The output [T, k, K] of each token's experts, for ids [T, k]."""
+    num_tokens, top_k = ids.shape
+    flat = ids.reshape(-1)
+    order = flat.argsort(stable=True)  # pairs of token and rank by expert, an expert's in the order of tokens
+    rows = x.index_select(0, order // top_k)
+    counts = torch.bincount(flat, minlength=len(experts.each)).tolist()
+    found = [_feed(experts, index, part) for index, part in enumerate(rows.split_with_sizes(counts)) if len(part)]
+    pairs = torch.empty_like(rows)
+    if found:
+        pairs[order] = torch.cat(found)
+    return pairs.view(num_tokens, top_k, x.shape[1])
+
+
+def _feed(experts: RoutedExperts, index: int, x: Tensor) -> Tensor:
+    """The network of one expert of x [M, K]; as x."""
+    gate_up, down = experts.each[index]
+    if not experts.is_gated:
+        return down(activated_linear(x, None, gate_up, experts.activation))
+    return down(gated_linear(x, None, gate_up, experts.activation, experts.alpha, experts.limit))
 
 
 def _in_best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:

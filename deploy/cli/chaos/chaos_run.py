@@ -31,6 +31,7 @@ from .rest import check_rest
 from .strikes import Striker, StrikeSpan
 from .version_edits import drop_fields
 
+STOPPED = 128 + signal.SIGTERM
 LAME_DUCK_S = 3.0  # several times as long as the balancer takes to see it
 ANSWER_S = 180.0  # after the last strike, for the answers that are still due
 
@@ -60,7 +61,7 @@ class ChaosResult:
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Runs the command. 0 if nothing was violated, else 1."""
+    """Runs the command. 0 if nothing was violated, else 1; 143 after SIGTERM."""
     size = FleetSize.parse(options.fleet)
     if not 0.0 < options.minutes <= 24 * 60 or options.clients < 1 or not 0.0 < options.rate <= 1000.0:
         raise ConfigError("--minutes, --clients and --rate must be positive, at most a day and 1000 requests a second")
@@ -79,7 +80,11 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
         options.log_dir.mkdir(parents=True, exist_ok=True)
     folder = options.log_dir or Path(tempfile.mkdtemp(prefix="millrace-chaos-"))
     print(f"seed {options.seed}: {size}, logs in {folder}", flush=True)
-    result = asyncio.run(run_chaos(chaos, folder, again))
+    try:
+        result = asyncio.run(run_chaos(chaos, folder, again))
+    except asyncio.CancelledError:
+        print("stopped by a signal; all its processes are killed", flush=True)
+        return STOPPED
     print("\n".join(result.lines), flush=True)
     if options.save_history is not None:
         save(options.save_history, result.requests)

@@ -80,6 +80,11 @@ class Relay:
         change, self.changed = self.changed, asyncio.Event()
         change.set()
 
+    async def wait_for_connection(self) -> None:
+        """Waits until there is a connection."""
+        while not self._connections:
+            await self.changed.wait()
+
     @property
     def num_connections(self) -> int:
         return len(self._connections)
@@ -105,6 +110,7 @@ class Relay:
             return
         connection = RelayedConnection(self, self._watch(), self.edits())
         self._connections.add(connection)
+        self.note_change()
         try:
             await connection.run((reader, writer), (their_reader, their_writer))
         finally:
@@ -177,6 +183,8 @@ class RelayedConnection:
                     if writer.can_write_eof() and not writer.transport.is_closing():
                         writer.write_eof()
                     return
+                if writer.transport.is_closing():
+                    continue  # the end has gone, and what came for it is lost
                 if relay.halves_next and len(data) > 1:
                     relay.halves_next = False
                     writer.write(data[: len(data) // 2])

@@ -6,9 +6,10 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+from ....stages.errors import NotStartedError
 from .balancer import Balancer
 from .fleet import ChaosFleet, end, engine_name, front_name
 from .members import FleetMember
@@ -16,6 +17,7 @@ from .plan import Plan, Strike
 from .relay import Relay
 
 DELAYS_S = (0.05, 0.5)  # of a delayed link, each piece anew
+JOIN_S = 30.0  # for the links of a strike in turn to be there again
 FULL_BYTES = 1  # to which a file may grow on a full disk
 AWAY = frozenset({"kill", "drain", "upgrade"})  # an engine is away until its successor is there
 
@@ -74,20 +76,26 @@ class Striker:
         async with self._hold(strike):
             span = StrikeSpan(strike, time.monotonic())
             self.spans.append(span)
-            match strike.kind:
-                case "kill":
-                    await self._kill(span)
-                case "stop":
-                    await self._stop(span)
-                case "drain":
-                    await self._replace(span, away_s=strike.for_s)
-                case "upgrade":
-                    await self._upgrade(span)
-                case "fill-disk":
-                    await self._fill_disk(span)
-                case _:
-                    await self._strike_links(span)
+            try:
+                await self._carry_out(span)
+            except NotStartedError as error:
+                span.problems.append(str(error))
             span.healed_s = time.monotonic()
+
+    async def _carry_out(self, span: StrikeSpan) -> None:
+        match span.strike.kind:
+            case "kill":
+                await self._kill(span)
+            case "stop":
+                await self._stop(span)
+            case "drain":
+                await self._replace(span, away_s=span.strike.for_s)
+            case "upgrade":
+                await self._upgrade(span)
+            case "fill-disk":
+                await self._fill_disk(span)
+            case _:
+                await self._strike_links(span)
 
     @asynccontextmanager
     async def _hold(self, strike: Strike) -> AsyncIterator[None]:
@@ -168,6 +176,11 @@ class Striker:
             await asyncio.sleep(strike.for_s)
         for relay in relays:
             _heal(relay, strike.kind)
+        if self._plan.in_turn:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(JOIN_S):
+                    for relay in relays:
+                        await relay.wait_for_connection()
 
 
 def _strike_relay(relay: Relay, kind: str) -> None:

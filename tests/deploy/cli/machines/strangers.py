@@ -10,12 +10,14 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from millrace.runtime.processes.frames import FRAME, MAGIC
 
 Address = tuple[str, int]
+AT_ONCE = 16  # fewer than an engine lets wait for their proof
 LISTENING = "0A"  # in /proc/net/tcp
 PICKLE = b"\x80\x04cos\nsystem\n(S'touch stranger-canary'\ntR."
 
@@ -72,14 +74,18 @@ def junk(draw: random.Random) -> bytes:
 
 
 def answers_to_junk(address: Address, count: int, seed: int) -> Iterator[bytes]:
-    """What each of so many strangers gets for its junk, one connection each."""
-    draw = random.Random(seed)
-    for _ in range(count):
-        with socket.create_connection(address, 30.0) as stranger:
+    """What each of so many strangers gets for its junk, one connection each, `AT_ONCE` at a time."""
+
+    def ask(data: bytes) -> bytes:
+        with socket.create_connection(address, 60.0) as stranger:
             with suppress(OSError):
-                stranger.sendall(junk(draw))
+                stranger.sendall(data)
                 stranger.shutdown(socket.SHUT_WR)
-            yield received(stranger)
+            return received(stranger)
+
+    draw = random.Random(seed)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from pool.map(ask, [junk(draw) for _ in range(count)])
 
 
 def received(sock: socket.socket, limit: int = 1 << 20) -> bytes:

@@ -308,8 +308,8 @@ class EngineSettings:
     )
     max_queue_s: float | None = _ADMISSION.setting(
         None,
-        "seconds in the queue before a request gets 408; in front of several engines also the longest predicted wait, "
-        "beyond which a request gets 429; none: no limit",
+        "seconds in the queue before a request gets 408; in front of several engines, a request gets 429 if the "
+        "predicted wait is over 75 % of it; none: no limit",
     )
     max_unread_tokens: int = _ADMISSION.setting(256, "unread tokens of an answer before it is parked")
     max_parked_s: float = _ADMISSION.setting(

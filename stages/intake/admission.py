@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..errors import Overloaded
 
 RATE_MEMORY_S = 30.0  # time constant with which old work fades from the service rate
+QUEUE_SHARE = 0.75  # of `max_queue_s` that a predicted wait may be: one that is off by less ends no admitted request
 LEAST_WAIT_S = 1.0  # lower bound of the estimate: never suggest an immediate retry
 
 
@@ -41,7 +42,7 @@ class Admission:
     the same token estimate per request, so a constant error factor cancels out.
 
     In front of several engines, `ask_queues` tells of their queues: then `max_waiting` is of each of them, and a
-    request is refused as well if the shortest queue takes longer than `max_queue_s`.
+    request is refused as well if the shortest queue takes longer than `QUEUE_SHARE` of `max_queue_s`.
     """
 
     def __init__(self, max_admitted: int, max_waiting: int, max_queue_s: float | None = None) -> None:
@@ -120,8 +121,10 @@ class Admission:
     def _check_queues(self, queues: EngineQueues) -> None:
         if not queues.has_room:
             raise self._refuse(f"{self.max_waiting} requests or more wait in each engine, which is the limit", queues)
-        if self.max_queue_s is not None and queues.wait_s > self.max_queue_s:
-            reason = f"the shortest queue takes about {queues.wait_s:.1f} s, and max_queue_s is {self.max_queue_s:g}"
+        if self.max_queue_s is not None and queues.wait_s > QUEUE_SHARE * self.max_queue_s:
+            reason = (
+                f"the shortest queue takes about {queues.wait_s:.1f} s, too close to max_queue_s = {self.max_queue_s:g}"
+            )
             raise self._refuse(reason, queues)
 
     def _refuse(self, reason: str, queues: EngineQueues | None = None) -> Overloaded:

@@ -2,11 +2,11 @@
 
     python -m tests.bench.overload [--factor 4] [--engines 3] [--fronts 2] [--seconds 10] [--slow-one 3]
 
-The engines are scripted and have no model: a step takes a fixed time. First as many requests run as all slots take,
-which measures what the engines can do together. Then requests arrive at `factor` times that rate, evenly drawn, and
+The engines are scripted and have no model: a step takes a fixed time. First two requests a slot run at a time, which
+measures what the engines can do together. Then requests arrive at `factor` times that rate, evenly drawn, and
 none is sent again. Printed are
 
-    goodput      answers completed a second, of the rate that the engines can do
+    goodput      tokens a second, of the rate that the engines can do
     refused      the share that got 429, and how long that took
     retry-after  the wait that a refusal told, beside the time until the request that was admitted next had its first
                  token: in its place the refused one would have been
@@ -46,7 +46,7 @@ class Overload:
     factor: float = 4.0
     seconds: float = 10.0
     warm_up_s: float = 2.0  # of each phase, which is not counted
-    capacity: float | None = None  # of the engines together, answers a second; None: it is measured
+    capacity: float | None = None  # of the engines together, tokens a second; None: it is measured
     num_tokens: int = 24  # of an answer, on average
     num_prompt: int = 40
 
@@ -55,7 +55,7 @@ class Overload:
 class Figures:
     """What was seen. Waits are in seconds."""
 
-    capacity: float = 0.0  # answers a second
+    capacity: float = 0.0  # tokens a second
     goodput: float = 0.0
     num_offered: int = 0
     num_late: int = 0  # admitted, and then not begun in time
@@ -89,7 +89,7 @@ class _Request:
 async def measure(load: Overload) -> Figures:
     """Runs both phases."""
     figures = Figures()
-    dice, done = Random(7), list[float]()
+    dice, tokens = Random(7), list[tuple[float, int]]()
     requests: list[_Request] = []
 
     async def ask(front: Any, number: int) -> None:
@@ -99,17 +99,16 @@ async def measure(load: Overload) -> Figures:
         num_tokens = dice.randint(1, 2 * load.num_tokens - 1)
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         try:
-            async for _ in front.generate(words, params):
+            async for output in front.generate(words, params):
                 if request.first_s is None:
                     request.first_s = load.now()
+                tokens.append((load.now(), len(output.outputs[0].token_ids)))
         except Overloaded as error:
             request.refused = error
             figures.refusals_s.append(load.now() - request.sent_s)
             return
         except TimedOut:
             figures.num_late += 1
-            return
-        done.append(load.now())
 
     async def keep_asking(front: Any, until_s: float) -> None:
         while load.now() < until_s:
@@ -118,13 +117,13 @@ async def measure(load: Overload) -> Figures:
                 await load.sleep(0.05)
 
     began_s = load.now()
-    clients = [load.fronts[number % len(load.fronts)] for number in range(load.num_slots)]
+    clients = [load.fronts[number % len(load.fronts)] for number in range(2 * load.num_slots)]
     end_s = began_s + load.warm_up_s + (load.seconds / 2 if load.capacity is None else 0.0)
     await asyncio.gather(*(keep_asking(front, end_s) for front in clients))
-    figures.capacity = load.capacity or _rate(done, began_s + load.warm_up_s, end_s)
+    figures.capacity = load.capacity or _rate(tokens, began_s + load.warm_up_s, end_s)
     figures.num_late = 0
 
-    done.clear()
+    tokens.clear()
     requests.clear()
     asked, began_s = list[asyncio.Task[None]](), load.now()
     due_s, end_s = began_s, began_s + load.warm_up_s + load.seconds
@@ -132,10 +131,10 @@ async def measure(load: Overload) -> Figures:
         await load.sleep(max(0.0, due_s - load.now()))
         front = load.fronts[len(asked) % len(load.fronts)]
         asked.append(asyncio.ensure_future(ask(front, len(asked))))
-        due_s += dice.expovariate(load.factor * figures.capacity)
+        due_s += dice.expovariate(load.factor * figures.capacity / load.num_tokens)
     await asyncio.gather(*asked)
     figures.num_offered = len(asked)
-    figures.goodput = _rate(done, began_s + load.warm_up_s, end_s)
+    figures.goodput = _rate(tokens, began_s + load.warm_up_s, end_s)
     next_s: float | None = None  # first token of the request that was admitted next
     for request in reversed(requests):
         if request.refused is None:
@@ -146,8 +145,8 @@ async def measure(load: Overload) -> Figures:
     return figures
 
 
-def _rate(times_s: Sequence[float], begin_s: float, end_s: float) -> float:
-    return sum(begin_s <= one < end_s for one in times_s) / (end_s - begin_s)
+def _rate(tokens: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> float:
+    return sum(count for time_s, count in tokens if begin_s <= time_s < end_s) / (end_s - begin_s)
 
 
 async def _run(options: argparse.Namespace) -> Figures:
@@ -182,8 +181,8 @@ def main() -> None:
     parser.add_argument("--max-queue-s", type=float, default=2.0)
     figures = asyncio.run(_run(parser.parse_args()))
     refused, told = len(figures.refusals_s) / figures.num_offered, [wait for wait, _ in figures.waits]
-    print(f"capacity     {figures.capacity:.1f} answers a second")
-    print(f"goodput      {figures.goodput:.1f} answers a second, {100 * figures.share:.0f} % of it")
+    print(f"capacity     {figures.capacity:.1f} tokens a second")
+    print(f"goodput      {figures.goodput:.1f} tokens a second, {100 * figures.share:.0f} % of it")
     print(f"refused      {100 * refused:.0f} % of {figures.num_offered}; p99 {1e3 * figures.refusal_p99_s:.1f} ms")
     print(f"late         {figures.num_late} requests waited longer than predicted, and got 408")
     print(f"retry-after  {median(told):.2f} s at the median, {100 * figures.retry_error:.0f} % off the real wait")

@@ -72,7 +72,7 @@ def overloaded(seconds: float) -> Figures:
                         slots,
                         seconds=seconds,
                         num_tokens=NUM_TOKENS,
-                        capacity=slots / (2 * STEP_S * NUM_TOKENS),
+                        capacity=slots / (2 * STEP_S),
                     )
                 )
                 ticking.cancel()
@@ -90,3 +90,4 @@ def test_at_four_times_the_load_the_engines_stay_busy_and_the_waits_told_are_tru
     assert figures.refusal_p99_s <= 0.1
     assert figures.retry_error <= 0.25
     assert figures.engines == {2}
+    assert figures.num_late <= 0.05 * (figures.num_offered - len(figures.refusals_s))

@@ -127,8 +127,8 @@ def test_only_those_without_a_token_count_as_waiting():
     ("queues", "reason"),
     [
         (EngineQueues(3, 7, 9.0, has_room=False), "9 requests or more wait in each engine"),
-        (EngineQueues(3, 7, 9.0, has_room=True), "shortest queue takes about 9.0 s, and max_queue_s is 4"),
-        (EngineQueues(3, 7, 4.0, has_room=True), None),
+        (EngineQueues(3, 7, 9.0, has_room=True), "shortest queue takes about 9.0 s, too close to max_queue_s = 4"),
+        (EngineQueues(3, 7, 3.0, has_room=True), None),
         (None, None),
     ],
 )

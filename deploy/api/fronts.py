@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -25,6 +25,15 @@ class Fronts(Protocol):
     """The fronts of this server. `mark` begins what is random in ids that live in this one."""
 
     mark: str
+    number: int  # of this one
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Of all, this one's first."""
+
+    @property
+    def states(self) -> Sequence[Mapping[str, Any]]:
+        """What is known of each: number, pid, state, reason, num_restarts."""
 
     def owner_of(self, marked: str) -> int | None:
         """The other front in which an id lives, by what is random in it; None for this one's, and for unknown ids."""

@@ -19,6 +19,7 @@ from ..websocket.peer import Peer
 from . import snapshots
 from .block_map import BlockMap
 from .derived import ThrottledValue, explain, find_bottleneck
+from .fleet import fleet
 from .live_sources import LiveSources
 from .messages import CancelRequest, Hello, RequestWindow, Seek, Topics
 from .past import Past
@@ -29,7 +30,7 @@ from .viewer import INTERVAL_S, Read, Update, Viewer
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
 
-TIMELESS = {"history", "config"}  # topics that are the same at any time
+TIMELESS = {"history", "config", "fleet"}  # topics that are the same at any time
 PAST_INTERVAL_S = 1.0  # between updates of the past, unless the viewer moves
 
 log = get_logger("millrace.deploy")
@@ -79,6 +80,8 @@ class LiveViewer(Viewer):
             "has_keys": bool(self._sources.keys),
             "has_admin_key": bool(self._sources.admin_keys),
             "can_cancel": self._is_admin,
+            "front": None if (fronts := self._service.fronts) is None else fronts.number,
+            "fronts": [] if fronts is None else sorted(fronts.numbers),
             "chat": self._chat(),
         }
 
@@ -197,6 +200,7 @@ class LiveViewer(Viewer):
             "loop": lambda: snapshots.loop_health(engine, service.watchdog),
             "config": lambda: {"rows": snapshots.configuration(engine, service)},
             "prefixes": lambda: self._sources.prefixes.seen_by(self._may_see),
+            "fleet": lambda: fleet(engine, service, self._may_see),
         }
 
         def tree(name: str, update: Update) -> None:
@@ -258,7 +262,7 @@ class LiveViewer(Viewer):
         found: dict[str, Read] = {}
         found |= dict.fromkeys(trees, tree) | {"steps": grown, "incidents": grown}
         found |= {"quantiles": quantiles, "blocks": blocks, "history": self._history}
-        return found | {"config": present["config"]}
+        return found | {name: present[name] for name in ("config", "fleet")}
 
     def _request_details(self, engine: Engine) -> dict[str, Any]:
         """The data of topic `request`; only the id if the trace no longer covers the request."""

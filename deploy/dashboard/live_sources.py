@@ -85,7 +85,10 @@ class LiveSources:
 
     def overview(self, engine: Engine, status: EngineStatus) -> dict[str, Any]:
         """Topic `overview`."""
-        return snapshots.overview(engine, status, self.service.health) | {"bottleneck": self.bottleneck.value}
+        return snapshots.overview(engine, status, self.service.health) | {
+            "bottleneck": self.bottleneck.value,
+            "num_engines": len(engine.engines),
+        }
 
     def pipeline(self, engine: Engine, status: EngineStatus) -> dict[str, Any]:
         """Topic `pipeline`, with the rates of the channels."""

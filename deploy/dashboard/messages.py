@@ -81,6 +81,7 @@ class Topics(Body):
     loop: NoSelection | None = None
     config: NoSelection | None = None
     prefixes: NoSelection | None = None  # the tree of the prefix cache
+    fleet: NoSelection | None = None  # engines and fronts
     history: NoSelection | None = None  # of the last minutes, of a running server
     preemptions: NoSelection | None = None  # of a recording
 

@@ -131,7 +131,7 @@ class AllFronts:
     async def _health(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         response, body = await _json_of(request, handler)
         body["front"] = self._fronts.number
-        body["fronts"] = [_shown(state) for state in self._member.states]
+        body["fronts"] = self._fronts.states
         missing = [state for state in self._member.states if state.state != "ready" and self._member.has_started]
         if response.status == 200 and missing:
             text = "; ".join(f"front {state.number} is {state.state}: {state.reason}" for state in missing)
@@ -151,7 +151,7 @@ class AllFronts:
     async def _server_info(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         response, body = await _json_of(request, handler)
         if response.status == 200:
-            body["process"] |= {"front": self._fronts.number, "fronts": [_shown(one) for one in self._member.states]}
+            body["process"] |= {"front": self._fronts.number, "fronts": self._fronts.states}
         return answer(body, status=response.status)
 
     async def _requests(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -211,11 +211,6 @@ async def relay(peer: Peer, socket: Any) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _shown(state: Any) -> dict[str, Any]:
-    names = ("number", "pid", "state", "reason", "num_restarts")
-    return {name: getattr(state, name) for name in names}
 
 
 def _page(rows: list[Any], next_cursor: int | None) -> web.Response:

@@ -106,6 +106,11 @@ class OtherFronts:
         others = [number for number in range(self.config.front_processes) if number != self.number]
         return [self.number, *others]
 
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        names = ("number", "pid", "state", "reason", "num_restarts")
+        return [{name: getattr(state, name) for name in names} for state in self.member.states]
+
     def owner_of(self, marked: str) -> int | None:
         number = number_of(marked)
         return number if number in self.numbers[1:] else None

@@ -102,6 +102,10 @@ class Core(Protocol):
     def engines(self) -> list[dict[str, Any]]:
         """As `Engine.engines`."""
 
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        """As `Engine.choices`."""
+
     def drain_engine(self, index: int, by: str) -> None:
         """As `Engine.drain_engine`."""
 

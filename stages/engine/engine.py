@@ -389,6 +389,12 @@ class Engine(ClientApi):
         """Each engine process of a fleet: index, pid, state, reason if it does not serve, counts, work in tokens."""
         return self.core.engines
 
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        """The last choices of an engine process of a fleet for a request, the newest first: the score of each engine in
+        seconds, and the tokens of the prompt that it had cached."""
+        return self.core.choices
+
     def drain_engine(self, index: int, by: str = "") -> None:
         """Gives an engine process of a fleet no new requests; it ends once it has none, and another one starts.
 

@@ -133,6 +133,10 @@ class LocalCore:
     def engines(self) -> list[dict[str, Any]]:
         return []
 
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        return []
+
     def drain_engine(self, index: int, by: str) -> None:
         raise LookupError("the engine runs in this process, and there is no other one for its requests")
 

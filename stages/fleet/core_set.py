@@ -36,7 +36,7 @@ class CoreSet:
 
         False if no process takes it now. A prompt whose request waits to be resumed waits with it.
         """
-        routed = None
+        routed, loads = None, list[CoreLoad]()
         if prompt.request_id not in self._table:
             if not (loads := self._loads(adapter_of(prompt))):
                 return False
@@ -45,7 +45,10 @@ class CoreSet:
         elif (index := self._table.core_of(prompt.request_id)) is None:
             self._table.sent(prompt, None)
             return True
-        return index is not None and self.send(prompt, self.cores[index], routed)
+        is_sent = index is not None and self.send(prompt, self.cores[index], routed)
+        if is_sent and index is not None and self._router is not None and routed is not None:
+            self._router.note_choice(prompt.request_id, index, routed, loads)
+        return is_sent
 
     def send(self, prompt: TokenRequest, core: EngineCore, routed: RoutedRequest | None = None) -> bool:
         """Sends a prompt to one process. False if that does not take it now."""

@@ -375,6 +375,10 @@ class FleetProcesses:
         return {DISPATCHED: dispatched_status(self.cores)}
 
     @property
+    def choices(self) -> list[dict[str, Any]]:
+        return [choice.to_json() for choice in self.router.log.newest()]
+
+    @property
     def engines(self) -> list[dict[str, Any]]:
         return [
             {

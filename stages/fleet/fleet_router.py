@@ -11,6 +11,7 @@ from ..routing.engine_load import EngineLoad
 from ..routing.policies import POLICIES
 from ..routing.reports import KEY_BYTES, KeyChange, unpacked
 from ..routing.router import RoutedRequest, Router
+from .choice_log import ChoiceLog, EngineChoice
 from .dispatcher import CoreLoad, choose
 
 
@@ -25,6 +26,7 @@ class FleetRouter:
         self._policy, self._clock = policy, clock
         self._router: Router | None = None
         self._keys: PrefixCache | None = None
+        self.log = ChoiceLog()
         self._early: list[tuple[int, KeyChange]] = []  # what came before `open`
 
     def open(self, block_size: int, *, has_prefixes: bool) -> None:
@@ -56,6 +58,13 @@ class FleetRouter:
             view = self._router.view(load.core)
             view.work, view.num_requests = load.work, load.num_requests
         return self._router.choose(routed, [load.core for load in loads], self._clock())
+
+    def note_choice(self, request_id: str, core: int, routed: RoutedRequest, loads: Sequence[CoreLoad]) -> None:
+        """The last choice was this one, and the prompt was sent."""
+        router, has_choice = self._router, len(loads) > 1
+        scores = router.last_scores if has_choice and router is not None else {}
+        cached = router.last_cached if has_choice and router is not None else {}
+        self.log.note(EngineChoice(request_id, core, self._clock(), routed.num_prompt, loads, scores, cached))
 
     def note_sent(self, core: int, routed: RoutedRequest) -> None:
         """A prompt was sent to a process."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from .engine_load import EngineView
@@ -21,6 +22,7 @@ class RoutingPolicy(Protocol):
     """Chooses one of the engines."""
 
     asks_prefixes: bool  # whether it asks what is cached
+    scores: Mapping[int, float]  # of the last choice, in seconds by engine; empty for a rule without scores
 
     def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
         """The number of an engine among `views`, at least one. `cached`: tokens of the prompt that each has."""
@@ -31,9 +33,10 @@ class SoonestAnswer:
     """The engine with the least score. Among equal ones a hash of the sticky key decides: all routers decide alike."""
 
     asks_prefixes = True
+    scores: Mapping[int, float] = MappingProxyType({})
 
     def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
-        scores = {view.engine: score_s(view, facts, cached.get(view.engine, 0)) for view in views}
+        self.scores = scores = {view.engine: score_s(view, facts, cached.get(view.engine, 0)) for view in views}
         best_s = min(scores.values())
         if facts.sticky_key:
             home = max(scores, key=lambda engine: _weight(facts.sticky_key, engine))
@@ -50,6 +53,7 @@ class LeastWork:
     """The engine with the fewest tokens, of prompts and answers, in its requests: what is cached is not asked."""
 
     asks_prefixes = False
+    scores: Mapping[int, float] = MappingProxyType({})
 
     def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
         return min(views, key=lambda view: (view.work, view.num_requests, view.engine)).engine
@@ -59,6 +63,7 @@ class RoundRobin:
     """One engine after the other."""
 
     asks_prefixes = False
+    scores: Mapping[int, float] = MappingProxyType({})
 
     def __init__(self) -> None:
         self._last = -1
@@ -73,6 +78,7 @@ class PrefixOnly:
     """The engine with most of the prompt in its cache, whatever its load; of equals that with the fewest requests."""
 
     asks_prefixes = True
+    scores: Mapping[int, float] = MappingProxyType({})
 
     def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
         def rank(view: EngineView) -> tuple[int, int, int]:

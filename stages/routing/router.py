@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .engine_load import EngineLoad, EngineView
@@ -39,6 +39,8 @@ class Router:
         self._index = PrefixIndex()
         self.num_expected: Counter[int] = Counter()  # tokens, by engine: those of prompts that it should have cached
         self._answer = FIRST_ANSWER  # mean tokens of answers
+        self.last_scores: Mapping[int, float] = {}  # of the last choice, in seconds by engine; {}: it had no scores
+        self.last_cached: Mapping[int, int] = {}  # tokens of its prompt by engine, where that was asked
         self._num_answers = 0  # up to `MOST_ANSWERS`
 
     def view(self, engine: int) -> EngineView:
@@ -51,6 +53,7 @@ class Router:
     def choose(self, request: RoutedRequest, engines: Iterable[int], now_s: float) -> int:
         """One of the engines, at least one. Call `note_sent` when the request is sent there."""
         views = [self.view(engine) for engine in engines]
+        self.last_scores, self.last_cached = {}, {}
         if len(views) == 1:
             return views[0].engine
         facts = RequestFacts(request.num_prompt, self._expected(request), request.num_choices, request.sticky_key)
@@ -58,7 +61,9 @@ class Router:
             return self._unheard.choose(facts, views, {})
         runs = self._index.runs(request.keys, (view.engine for view in views), now_s)
         cached = {engine: run * self._block_size for engine, run in runs.items()}
-        return self._policy.choose(facts, views, cached)
+        chosen = self._policy.choose(facts, views, cached)
+        self.last_scores, self.last_cached = self._policy.scores, cached
+        return chosen
 
     def note_sent(self, engine: int, request: RoutedRequest, now_s: float) -> None:
         """A request was sent to an engine, chosen here or not."""

@@ -83,6 +83,8 @@ class Processes(Protocol):
     def away(self) -> Health | None: ...  # why no process takes requests; None if one does
     @property
     def engines(self) -> list[dict[str, Any]]: ...
+    @property
+    def choices(self) -> list[dict[str, Any]]: ...  # as `Engine.choices`
 
     def note_lost(self, core: EngineCore) -> None: ...  # nothing comes from the process any more
     def note_draining(self, core: EngineCore, *, migrates: bool) -> None:
@@ -116,6 +118,7 @@ class OneProcess:
     nearest: Mapping[str, str] = {"before=schedule": "after=tokenize", "after=sample": "before=detokenize"}
     setting, inline = "mode = split", "mode = inline"
     engines: list[dict[str, Any]] = []  # noqa: RUF012 - of a fleet only
+    choices: list[dict[str, Any]] = []  # noqa: RUF012 - likewise
 
     def __init__(self, setup: EngineSetup, owner: CoreOwner) -> None:
         check_num_engines(setup.config, 1)

@@ -234,6 +234,10 @@ class RemoteCore:
     def engines(self) -> list[dict[str, Any]]:
         return self.processes.engines
 
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        return self.processes.choices
+
     def drain_engine(self, index: int, by: str) -> None:
         self.processes.drain(index, by)
 

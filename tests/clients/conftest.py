@@ -19,12 +19,13 @@ SETTINGS = {"max_num_seqs": "8", "pooling": "mean", "chat_template": TEMPLATE}  
 def demo() -> Iterator[RunningServer]:
     """The bundled model. It cannot call tools or write JSON by itself: where it does, a grammar made it.
 
-    With MILLRACE_TEST_URL it is the server there, which must have these settings and key.
+    With MILLRACE_TEST_FRONTS it has so many front processes. With MILLRACE_TEST_URL it is the server there, which must
+    have these settings and key.
     """
     if url := os.environ.get("MILLRACE_TEST_URL"):
         yield cast(RunningServer, SimpleNamespace(url=url))
         return
-    flags = ["--port", "0", "--api-key", KEY]
+    flags = ["--port", "0", "--api-key", KEY, "--front-processes", os.environ.get("MILLRACE_TEST_FRONTS", "1")]
     for name, value in SETTINGS.items():
         flags += [f"--{name.replace('_', '-')}", value]
     with RunningServer(command=[sys.executable, "-m", "millrace.deploy", "serve", *flags]) as running:

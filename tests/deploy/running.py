@@ -28,9 +28,10 @@ class RunningServer:
 
     def __init__(self, *, wait: bool = True, command: Sequence[str] | None = None, **options: Any) -> None:
         self.is_scripted = command is None
+        script = "scripted_fronts.py" if os.environ.get("MILLRACE_TEST_FRONTS") else "scripted_serve.py"
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self.process = subprocess.Popen(
-            command or [sys.executable, str(ROOT / "tests/deploy/scripted_serve.py"), json.dumps(options)],
+            command or [sys.executable, str(ROOT / "tests/deploy" / script), json.dumps(options)],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
             stdin=subprocess.PIPE,

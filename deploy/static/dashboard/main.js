@@ -11,6 +11,7 @@ import { Figure } from "./ui.js";
 import * as adapters from "./adapters.js";
 import * as blocks from "./blocks.js";
 import * as config from "./config.js";
+import * as fleet from "./fleet.js";
 import * as health from "./health.js";
 import * as latency from "./latency.js";
 import * as load from "./load.js";
@@ -25,11 +26,13 @@ import * as waterfall from "./waterfall.js";
 
 // In the order of the navigation. A view exports `title`, `about`, `topics(app)` (its subscriptions) and `View`; with
 // `isShown(app)`, it is in the navigation only then.
-const VIEWS = { pipeline, steps, requests, waterfall, blocks, prefixes, adapters, latency, health, playground, load, recorder, config, wall };
+const VIEWS = { pipeline, steps, requests, waterfall, blocks, prefixes, adapters, fleet, latency, health, playground, load, recorder, config, wall };
 
 const history = new History();
 const url = new URL("dashboard/feed", location.href);
 url.protocol = location.protocol === "https:" ? "wss:" : "ws:";
+const front = new URLSearchParams(location.search).get("front"); // of a server with several; none: whichever answers
+if (front !== null) url.searchParams.set("front", front);
 const feed = new Feed(url.href, changed);
 feed.reducers = reducers;
 
@@ -120,7 +123,8 @@ function Connection() {
   const [tone, words] = feed.recording ? ["good", "recording"] : STATES[feed.state];
   const what = feed.hello && [feed.recording?.name ?? feed.hello.models.join(", "), feed.hello.version].join(" · ");
   return html`<p class="connection" role="status"><span class=${`dot ${tone}`}></span>${words}${
-    feed.hello && html`<br /><span class="model">${what}</span>`}</p>`;
+    feed.hello && html`<br /><span class="model">${what}</span>`}${
+    feed.hello?.fronts?.length > 0 && html`<br /><span class="model" id="front">front ${feed.hello.front} of ${feed.hello.fronts.length}</span>`}</p>`;
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");

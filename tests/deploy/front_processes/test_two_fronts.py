@@ -207,6 +207,8 @@ async def test_a_front_can_be_asked_for_by_number_and_keys_are_needed_there_too(
         assert (await both.ask(0, "GET", "/admin/trace?front=1", headers=ADMIN))[0] == 200
         async with both.socket(0, "/dashboard/feed?front=1", {}) as socket:
             await socket.send_json({"type": "hello", "key": "key-a"})
-            assert (await receive(socket, "hello", "error"))["type"] == "hello"
-            await socket.send_json({"type": "subscribe", "topics": {"overview": {}}})
-            await receive(socket, "update", "error")
+            hello = await receive(socket, "hello", "error")
+            assert hello["front"] == 1 and hello["fronts"] == [0, 1]
+            await socket.send_json({"type": "subscribe", "topics": {"fleet": {}}})
+            shown = (await receive(socket, "update", "error"))["full"]["fleet"]
+            assert shown["front"] == 1 and [one["state"] for one in shown["fronts"]] == ["ready", "ready"]

@@ -115,6 +115,7 @@ class ItemAttention {
         Span span;
         Tiles values;
         float largest[MAX_QUERY_ROWS];
+        int64_t next_base;  // first key of the item's next chunk
         SoftmaxWeights<T> softmax;
     };
 
@@ -123,6 +124,7 @@ class ItemAttention {
     void begin_chunk(int64_t chunk, TileReadOrder<T>* reads, int half, SoftmaxWeights<T>* deferred, PendingChunk* pending) {
         int64_t base = chunk * CHUNK;
         Span span = pending->span = item_.span_of(chunk);
+        pending->next_base = base + CHUNK;
         Tiles keys;
         float* scores = scratch_->scores[half];
         locate_tiles(base, span, &keys, &pending->values);
@@ -145,7 +147,8 @@ class ItemAttention {
         std::copy(pending.largest, pending.largest + item_.num_rows, largest);
         pending.softmax.finish(sum);
         if constexpr (CacheLayout<T>::HAS_SCALES) scale(pending.values, scratch_->weights, pending.span);
-        sum_weighted_values(pending.values, *reads, pending.span, values);
+        layout_.has_latents() ? sum_latent_values(pending.span, pending.next_base, values)
+                              : sum_weighted_values(pending.values, *reads, pending.span, values);
         if (uses_prefetch(num_rows_)) reads->tiles += pending.span.num_tiles();
     }
 
@@ -169,8 +172,10 @@ class ItemAttention {
         }
     }
 
-    // Rows of a tile of queries in registers: `AMX_ROWS` with latents, of which those past the item's are anything.
-    int num_tile_rows() const { return num_rows_; }
+    // For tiles in registers. With latents all have 16 rows, of which those past the item's are anything.
+    const TileConfig& tile_config() const {
+        return layout_.has_latents() ? latent_tile_config() : attention_tile_config(item_.num_rows);
+    }
 
     // Writes the rows' attention to out [T, heads of value_dim].
     template <class Out>
@@ -215,8 +220,7 @@ class ItemAttention {
         const Operand<T>* queries = scratch_->queries;
         if constexpr (!CacheLayout<T>::HAS_SCALES)
             if (layout_.has_latents())
-                return score_latents<T>(queries, num_rows_, scratch_->rows + span.first_tile * KEY_TILE, span.num_tiles(),
-                                        width_, scores + span.first_tile * KEY_TILE, scratch_->keys);
+                return score_latents<T>(queries, num_rows_, scratch_->rows, span.last_tile, width_, scores, scratch_->keys);
         if constexpr (USES_AMX<T>)
             score_tiles_amx(queries, keys.numbers, reads, uses_prefetch(num_rows_), span.first_tile, span.last_tile, width_,
                             scores);
@@ -311,7 +315,7 @@ class ItemAttention {
     }
 
     void locate_tiles(int64_t base, const Span& span, Tiles* keys, Tiles* values) {
-        if (layout_.has_latents()) return locate_latents(base, span, values);
+        if (layout_.has_latents()) return locate_latents(base, span);
         if (!layout_.is_tiled()) return gather_tiles(base, span, keys, values);
         for_each_tile(base, span, [&](int64_t tile, int64_t block, int64_t offset) {
             auto find = [&](const T* head, Tiles* tiles) {
@@ -323,16 +327,39 @@ class ItemAttention {
         });
     }
 
-    // The rows of a chunk's tiles, the last one again for those past the last key, and their values in tiles.
-    void locate_latents(int64_t base, const Span& span, Tiles* values) {
-        if constexpr (!CacheLayout<T>::HAS_SCALES) {
-            for (int64_t i = span.first_tile * KEY_TILE; i < span.last_tile * KEY_TILE; i++) {
-                int64_t at = base + std::min(i, span.last - 1), block = table_[at / layout_.block_size];
-                scratch_->rows[i] = layout_.keys(cache_, block, 0) + at % layout_.block_size * width_;
-            }
-            for (int64_t tile = span.first_tile; tile < span.last_tile; tile++)
-                values->numbers[tile] = latent_values_of<T>(scratch_->rows + tile * KEY_TILE, width_,
-                                                            scratch_->values + tile * KEY_TILE * width_);
+    // Calls use(i, row) for the rows of latents [first, last) of a chunk that begins with key `base`.
+    template <class Use>
+    void for_each_latent(int64_t base, int64_t first, int64_t last, const Use& use) const {
+        int64_t size = layout_.block_size;
+        for (int64_t i = first; i < last;) {
+            const T* block = layout_.keys(cache_, table_[(base + i) / size], 0);
+            for (int64_t offset = (base + i) % size; offset < size && i < last; offset++, i++) use(i, block + offset * width_);
+        }
+    }
+
+    // The rows of a chunk's tiles, an even number; the last one again for those past the last key.
+    void locate_latents(int64_t base, const Span& span) {
+        const T** rows = scratch_->rows;
+        for_each_latent(base, 0, span.last, [&](int64_t i, const T* row) { rows[i] = row; });
+        std::fill(rows + span.last, rows + round_up(span.last_tile, 2) * KEY_TILE, rows[span.last - 1]);
+    }
+
+    // `next_base`: first key of the item's next chunk, if it has one.
+    void sum_latent_values(const Span& span, int64_t next_base, float* sums) {
+        int64_t columns = round_up(layout_.value_dim, 16);
+        if constexpr (USES_AMX<T>) {
+            const T* next[LATENT_TILES_AHEAD * KEY_TILE];
+            int64_t num_next = std::clamp<int64_t>(item_.last_key - next_base, 0, LATENT_TILES_AHEAD * KEY_TILE);
+            for_each_latent(next_base, 0, num_next, [&](int64_t i, const T* row) { next[i] = row; });
+            sum_latents_amx(scratch_->weights, scratch_->rows, span.last_tile, width_, columns, next, num_next, sums);
+        } else if constexpr (!CacheLayout<T>::HAS_SCALES) {
+            const T* tiles[CHUNK / KEY_TILE];
+            for (int64_t tile = 0; tile < span.last_tile; tile++)
+                tiles[tile] = latent_values_of<T>(scratch_->rows + tile * KEY_TILE, width_,
+                                                  scratch_->values + tile * KEY_TILE * width_);
+            dispatch_rows(num_rows_, [&](auto rows) {
+                sum_latents<decltype(rows)::value, T>(scratch_->weights, tiles, 0, span.last, width_, columns, sums);
+            });
         }
     }
 

@@ -97,7 +97,7 @@ class AttentionStep {
             state.item = &plan.items[item], state.chunk = chunk;
             Attention& attention =
                 state.attention.emplace(item_attention(batch, plan, *state.item, &layer, cache, scratch_index));
-            if constexpr (USES_AMX<Cached>) tiles.configure(attention_tile_config(attention.num_tile_rows()));
+            if constexpr (USES_AMX<Cached>) tiles.configure(attention.tile_config());
             if (plan.is_split || chunk == state.item->first_chunk())
                 layer.shape.has_latents()
                     ? attention.load_queries(batch.buffers.absorbed, batch.buffers.absorbed_stride, scale)

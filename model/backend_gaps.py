@@ -145,11 +145,9 @@ def _of_native_step(spec: DecoderSpec) -> Iterator[str]:
 def _of_native_experts(moe: MoeSpec) -> Iterator[str]:
     if moe.shared is not None and moe.dense_beside is not None:
         yield "shared experts beside another network"
-    if moe.router.input_norm is not None:
+    if moe.own_norms is None and moe.router.input_norm is not None:
         yield "a norm of what the router reads"
-    if moe.router.has_expert_scale:
-        yield "a scale of each expert"
-    if moe.own_norms is not None:
-        yield "norms of experts"
+    if moe.own_norms is not None and moe.router.input_norm is None:
+        yield "norms of experts whose router has none"
     if moe.expert.activation == "xielu":
         yield "experts with the activation xielu"

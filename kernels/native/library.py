@@ -34,6 +34,7 @@ class ExpertsStruct(Structure):
         *((name, c_float) for name in ("norm_eps", "norm_min", "scale", "alpha", "limit")),
         *((name, c_int32) for name in ("activation", "is_gated", "is_sigmoid", "is_softmax_of_chosen")),
         *((name, c_int32) for name in ("divides_by_sum", "sums_two_of_group", "scales_input", "has_shared_gate")),
+        *((name, NormStruct) for name in ("router_norm", "own_norms")),
     ]
 
 

@@ -101,7 +101,8 @@ class NativeLayerInputs:
 class NativeExperts:
     """Experts, and which of them a token goes to: the rule of `kernels/reference/experts.py`.
 
-    Biases of the router and of experts, and that of the choice, are added if their tensors are set.
+    Biases of the router and of experts, and that of the choice, are added if their tensors are set; a number for each
+    expert multiplies weights likewise.
     """
 
     num_experts: int
@@ -121,6 +122,9 @@ class NativeExperts:
     group_score: Literal["max", "top2"] = "max"
     scales_input: bool = False  # the weight multiplies the expert's input, instead of its output
     has_shared_gate: bool = False  # the output of the network beside is multiplied by the sigmoid of a product
+    router_norm: NativeNorm | None = None  # of the residual, for the router; None = it reads what experts read
+    # Of the residual, for the experts, of their sum, and of the output of the network beside; None = `pre_feed` alone
+    own_norms: NativeNorm | None = None
 
     def gaps(self) -> list[str]:
         """What the library does not support of these sizes."""

@@ -109,6 +109,8 @@ def of_experts(experts: NativeExperts | None) -> ExpertsStruct:
         sums_two_of_group=experts.group_score == "top2",
         scales_input=experts.scales_input,
         has_shared_gate=experts.has_shared_gate,
+        router_norm=_norm(experts.router_norm),
+        own_norms=_norm(experts.own_norms),
     )
 
 

@@ -52,6 +52,11 @@ LAYER_KINDS = {
     "self_attn.kv_b_proj.weight": 70,
     "self_attn.q_a_proj.bias": 71,
     "self_attn.kv_a_proj_with_mqa.bias": 72,
+    "mlp.gate_norm.weight": 73,
+    "mlp.expert_scale": 74,
+    "pre_experts_layernorm.weight": 75,
+    "post_experts_layernorm.weight": 76,
+    "post_dense_layernorm.weight": 77,
     "mlp.shared_experts.gate_proj.weight": 11,  # the network that all tokens take, under another name
     "mlp.shared_experts.up_proj.weight": 12,
     "mlp.shared_experts.down_proj.weight": 13,

@@ -165,6 +165,8 @@ def _experts(moe: MoeSpec) -> NativeExperts:
         group_score=router.group_score,
         scales_input=router.scales_input,
         has_shared_gate=moe.has_shared_gate,
+        router_norm=_norm(router.input_norm),
+        own_norms=_norm(moe.own_norms),
     )
 
 

@@ -141,6 +141,11 @@ class Checkpoint:
                 put(f"{prefix}.mlp.gate.weight", experts.num_experts, hidden, scale=0.3)
                 if has_bias:
                     put(f"{prefix}.mlp.gate.bias", experts.num_experts)
+                put_norm(f"{prefix}.mlp.gate_norm", experts.router_norm, hidden)
+                if experts.router_norm is not None:
+                    put(f"{prefix}.mlp.expert_scale", experts.num_experts, mean=1.0)
+                for part in ("pre_experts", "post_experts", "post_dense"):
+                    put_norm(f"{prefix}.{part}_layernorm", experts.own_norms, hidden)
                 if has_choice_bias:
                     put(f"{prefix}.mlp.gate.e_score_correction_bias", experts.num_experts, mean=-1.0)
                 if experts.has_shared_gate:
@@ -217,7 +222,7 @@ class Checkpoint:
             before_feed = residual if layer.is_parallel else after
             is_shared = layer.is_parallel and layer.pre_feed is None
             x = normed(before_feed, "input_layernorm" if is_shared else "post_attention_layernorm")
-            fed = normed(self._feed(index, x), "post_feed_layernorm")
+            fed = normed(self._feed(index, x, before_feed), "post_feed_layernorm")
             residual = after + layer.residual_scale * fed
             if shape.layer_inputs is not None:
                 gate = self._linear(residual, f"{prefix}.per_layer.gate_proj")
@@ -242,7 +247,7 @@ class Checkpoint:
         table = self._get("model.per_layer.embed_tokens.weight")[token_ids].reshape(projected.shape)
         return (self._norm(projected, inputs.norm, "model.per_layer.norm") + table * inputs.scale) / math.sqrt(2)
 
-    def _feed(self, index: int, x: Array) -> Array:
+    def _feed(self, index: int, x: Array, residual: Array) -> Array:
         layer, prefix = self.shape.layers[index], f"model.layers.{index}"
         out: Array = np.zeros_like(x)
         if layer.intermediate_size:
@@ -252,13 +257,26 @@ class Checkpoint:
         if experts.has_shared_gate:
             out = out / (1 + np.exp(-x @ self._get(f"{prefix}.mlp.shared_expert_gate.weight").T))
         bias = self.tensors.get(f"{prefix}.mlp.gate.e_score_correction_bias")
-        ids, weights = routed(self._linear(x, f"{prefix}.mlp.gate").astype(np.float32), experts, bias)
+        if experts.own_norms is not None:
+            out = self._norm(out, experts.own_norms, f"{prefix}.post_dense_layernorm")
+            x = self._norm(residual, experts.own_norms, f"{prefix}.pre_experts_layernorm")
+        read = (
+            x if experts.router_norm is None else self._norm(residual, experts.router_norm, f"{prefix}.mlp.gate_norm")
+        )
+        ids, weights = routed(self._linear(read, f"{prefix}.mlp.gate").astype(np.float32), experts, bias)
+        if experts.router_norm is not None:
+            weights = weights * self._get(f"{prefix}.mlp.expert_scale")[ids]
+        other, out = out, out if experts.own_norms is None else np.zeros_like(out)
         for row, (chosen, by) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
             for expert, weight in zip(chosen, by, strict=True):
                 given = weight * x[row : row + 1] if experts.scales_input else x[row : row + 1]
                 got = self._network(f"{prefix}.mlp.experts.{expert}", experts, given)[0]
                 out[row] += got if experts.scales_input else weight * got
-        return out
+        return (
+            out
+            if experts.own_norms is None
+            else other + self._norm(out, experts.own_norms, f"{prefix}.post_experts_layernorm")
+        )
 
     def _network(self, name: str, layer: NativeLayer | NativeExperts, x: Array) -> Array:
         alphas = self.tensors.get(f"{name}.act_alpha")

@@ -61,6 +61,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer": {"experts": experts(is_gated=False, activation="gelu"), "activation": "relu2"},
     },
     "norms behind": {"layer": {"experts": experts(), "post_mixer": RMS, "post_feed": RMS, "residual_scale": 0.25}},
+    "a router with a norm of its own": only(experts(router_norm=RMS)),
+    "norms of experts and of a network beside": {
+        "layer": {"experts": experts(divides_by_sum=True, router_norm=RMS, own_norms=RMS), "post_feed": RMS},
+    },
     "parallel, scaled": only(experts(), is_parallel=True, residual_scale=0.25),
     "a layer without": {"num_layers": 3, "layer": {"experts": experts()}, "last": {"experts": None}},
     "odd sizes": {**only(experts(5, 2, 22)), "hidden_size": 46},

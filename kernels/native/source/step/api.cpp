@@ -100,7 +100,7 @@ EXPORT Model* millrace_model_new(const Shape* shape, const LayerShape* layers, i
             if (layer.shape.activation == SWIGLU_CLAMPED) layer.activation_params = {layer.shape.alpha, layer.shape.limit};
             const ExpertsShape& experts = layer.shape.experts;
             if (experts.num_experts == 0) continue;
-            model->has_branches |= inner > 0;
+            model->has_branches |= inner > 0 || layer.has_own_norms();
             model->max_experts = std::max(model->max_experts, experts.num_experts);
             model->max_top_k = std::max(model->max_top_k, experts.top_k);
             model->max_expert_size = std::max(model->max_expert_size, experts.intermediate_size);

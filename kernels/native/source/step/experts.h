@@ -1,13 +1,14 @@
 // ExpertStep: the phases of a layer's experts. Each row is multiplied by the experts that the router chooses for it.
 //
-//   norm      rows to float32
+//   norm      rows to float32; again for the experts, where they and the router read rows of other norms
 //   router    its product: a logit for each expert, and one for the gate of the network that all rows take, if it has one
 //   route     experts and weights of each row (route.h); one thread sorts the pairs by expert (expert_rows.h)
 //   gather    the rows of each expert, in the layout that products read
 //   gate_up   of all experts that have rows, panel by panel
 //   split     only with groups of codes: rows as 16-bit integers (grouped/split_rows.h)
 //   down      likewise
-//   combine   of each row the sum over its experts, best first, added to the residual; or a norm of the sum is
+//   combine   of each row the sum over its experts, best first, added to the residual; or a norm of the sum is, or of the
+//             norms of the sum and of the output of the network beside
 //
 // One row alone is not gathered: each thread norms it for itself, before the router and before gate_up, and splits what
 // it multiplies by down.
@@ -51,7 +52,8 @@ class ExpertStep {
     void run_all(Layer& layer, const Activations<Input>& at, int64_t num_rows, PhaseTimes& times, Phases& phases) {
         times.run(phases, OTHER, [&](Member member) {
             parallel_for_rows(member, num_rows, [&](int64_t t) {
-                norm_row(at.residual + t * at.hidden_stride, layer.feed_norm(), hidden_, at.normed_floats + t * at.hidden_stride);
+                norm_row(at.residual + t * at.hidden_stride, layer.router_norm(), hidden_,
+                         at.normed_floats + t * at.hidden_stride);
             });
         });
         times.run(phases, LINEARS, [&](Member member) { multiply_router(layer, at, at.normed_floats, num_rows, member); });
@@ -59,6 +61,13 @@ class ExpertStep {
         times.run(phases, OTHER, [&](Member member) {
             member.parallel_for(1, 1, [&](int64_t, int64_t, int64_t) { sort(layer, num_rows); });
         });
+        if (&layer.router_norm() != &layer.experts_norm())
+            times.run(phases, OTHER, [&](Member member) {
+                parallel_for_rows(member, num_rows, [&](int64_t t) {
+                    norm_row(at.residual + t * at.hidden_stride, layer.experts_norm(), hidden_,
+                             at.normed_floats + t * at.hidden_stride);
+                });
+            });
         times.run(phases, OTHER, [&](Member member) { gather(layer, at, member); });
         times.run(phases, LINEARS, [&](Member member) {
             multiply_gate_up(layer, at, member, [&](const ActiveExpert& one, const Linear& gate_up) {
@@ -77,7 +86,7 @@ class ExpertStep {
         times.run(phases, LINEARS, [&](Member member) {
             thread_local std::vector<float> normed;
             normed.resize(hidden_);
-            norm_row(at.residual, layer.feed_norm(), hidden_, normed.data());
+            norm_row(at.residual, layer.router_norm(), hidden_, normed.data());
             multiply_router(layer, at, normed.data(), 1, member);
         });
         times.run(phases, OTHER, [&](Member member) {
@@ -88,7 +97,7 @@ class ExpertStep {
         });
         times.run(phases, LINEARS, [&](Member member) {
             TiledRows<Input> own{own_rows(member), 1, hidden_};
-            norm_to(own, 0, 1, [&](int64_t) { return at.residual; }, layer.feed_norm());
+            norm_to(own, 0, 1, [&](int64_t) { return at.residual; }, layer.experts_norm());
             multiply_gate_up(layer, at, member, [&](const ActiveExpert&, const Linear&) { return own; });
         });
         times.run(phases, LINEARS, [&](Member member) {
@@ -134,9 +143,9 @@ class ExpertStep {
 
     void route(const Layer& layer, const Activations<Input>& at, int64_t num_rows, Member member) {
         const ExpertsShape& shape = layer.shape.experts;
-        const std::vector<float>& bias = layer.experts.choice_bias;
+        const std::vector<float>&bias = layer.experts.choice_bias, &scales = layer.experts.scales;
         member.parallel_for(num_rows, ROWS_PER_PIECE, [&](int64_t first, int64_t last, int64_t) {
-            Router router(shape, bias.empty() ? nullptr : bias.data());
+            Router router(shape, bias.empty() ? nullptr : bias.data(), scales.empty() ? nullptr : scales.data());
             for (int64_t row = first; row < last; row++)
                 router.route(at.router_logits + row * model_.router_stride(), &rows_.ids[row * shape.top_k],
                              &rows_.weights[row * shape.top_k]);
@@ -245,7 +254,7 @@ class ExpertStep {
 
     void combine(const Layer& layer, const Activations<Input>& at, int64_t num_rows, PhaseTimes& times, Phases& phases) {
         int64_t num_parts = ceil_div(hidden_, COLUMNS_PER_PIECE);
-        bool has_norm = layer.shape.post_feed.kind != NO_NORM;
+        bool has_norm = layer.shape.post_feed.kind != NO_NORM || layer.has_own_norms();
         float scale = layer.shape.residual_scale;
         times.run(phases, OTHER, [&](Member member) {
             member.parallel_for(num_rows * num_parts, 1, [&](int64_t item, int64_t, int64_t) {
@@ -257,12 +266,21 @@ class ExpertStep {
         times.run(phases, OTHER, [&](Member member) {
             parallel_for_rows(member, num_rows, [&](int64_t t) {
                 int64_t offset = t * at.hidden_stride;
+                if (layer.has_own_norms()) join_normed(layer, at.normed_floats + offset, at.branch + offset);
                 add_normed(at.branch + offset, layer.post_feed, hidden_, scale, at.residual + offset);
             });
         });
     }
 
-    // Columns [begin, end) of a row: to the residual, or to `branch` if a norm follows.
+    // Puts the sum of a row of experts and one of the other network, each normed, in place of the latter.
+    void join_normed(const Layer& layer, float* experts, float* other) const {
+        norm_row(experts, layer.experts.after, hidden_, experts);
+        if (layer.has_network()) norm_row(other, layer.experts.after_other, hidden_, other);
+        for (int64_t i = 0; i < hidden_; i++) other[i] = layer.has_network() ? experts[i] + other[i] : experts[i];
+    }
+
+    // Columns [begin, end) of a row: to the residual, or to `branch` if a norm follows; to `normed_floats`, which are
+    // read no more, if the other network's output has a norm of its own.
     void combine_part(const Layer& layer, const Activations<Input>& at, int64_t t, int64_t begin, int64_t end,
                       bool has_norm) const {
         const ExpertsShape& shape = layer.shape.experts;
@@ -280,11 +298,11 @@ class ExpertStep {
                 F numbers = load(at.pair_outputs + places[rank] * at.hidden_stride + i);
                 total = shape.scales_input ? add(total, numbers) : fma(splat(weights[rank]), numbers, total);
             }
-            return layer.has_network() ? fma(splat(gate), load(branch + i), total) : total;
+            return layer.has_network() && !layer.has_own_norms() ? fma(splat(gate), load(branch + i), total) : total;
         };
         // Rows are padded by more than a vector: what is behind their numbers is never read.
         for (int64_t i = begin; i < end; i += W)
-            has_norm ? store(branch + i, sum(i))
+            has_norm ? store((layer.has_own_norms() ? at.normed_floats + t * at.hidden_stride : branch) + i, sum(i))
                      : store(residual + i, add(load(residual + i), mul(splat(layer.shape.residual_scale), sum(i))));
     }
 

@@ -16,9 +16,9 @@ namespace millrace {
 
 class Router {
   public:
-    // choice_bias [experts]: added to scores to choose; null: none.
-    Router(const ExpertsShape& shape, const float* choice_bias)
-        : shape_(shape), choice_bias_(choice_bias), scores_(shape.num_experts), choice_(shape.num_experts),
+    // choice_bias [experts]: added to scores to choose; scales [experts]: multiply weights; null: none.
+    Router(const ExpertsShape& shape, const float* choice_bias, const float* scales = nullptr)
+        : shape_(shape), choice_bias_(choice_bias), scales_of_experts_(scales), scores_(shape.num_experts), choice_(shape.num_experts),
           group_scores_(shape.num_groups), is_taken_(std::max(shape.num_experts, shape.num_groups)) {}
 
     // The experts of a row, best first, and their weights: ids, weights [top_k]. Of equal ones the first goes first.
@@ -36,6 +36,8 @@ class Router {
             if (shape_.divides_by_sum) divide_by_sum(weights);
         }
         for (int64_t i = 0; i < top_k; i++) weights[i] *= shape_.scale;
+        if (scales_of_experts_)
+            for (int64_t i = 0; i < top_k; i++) weights[i] *= scales_of_experts_[ids[i]];
     }
 
     static void sigmoid(float* x, int64_t count) {
@@ -99,7 +101,7 @@ class Router {
     }
 
     const ExpertsShape& shape_;
-    const float* choice_bias_;
+    const float *choice_bias_, *scales_of_experts_;
     std::vector<float> scores_, choice_, group_scores_;
     std::vector<char> is_taken_;
 };

@@ -148,6 +148,8 @@ struct Expert {
 struct Experts {
     Linear router;  // [experts, and a row more for the gate of the other network]; in the model's dtype
     std::vector<float> choice_bias;        // [experts], added to scores to choose; empty: none
+    std::vector<float> scales;             // [experts], that multiply weights; empty: none
+    Norm router_norm, before, after, after_other;  // see ExpertsShape
     std::vector<float> activation_params;  // of all experts
     bool has_columns = false;              // any of their matrices has columns in an order of its own
     std::vector<Expert> each;              // empty: the layer has none
@@ -171,6 +173,8 @@ struct alignas(64) Layer {
         pre_mixer.shape = its.pre_mixer, post_mixer.shape = its.post_mixer;
         pre_feed.shape = its.pre_feed, post_feed.shape = its.post_feed;
         q_norm.shape = k_norm.shape = its.qk_norm, v_norm.shape = its.v_norm;
+        experts.router_norm.shape = its.experts.router_norm;
+        experts.before.shape = experts.after.shape = experts.after_other.shape = its.experts.own_norms;
     }
 
     // The norm before the feed-forward network.
@@ -181,6 +185,10 @@ struct alignas(64) Layer {
     bool has_post_norm() const { return shape.post_mixer.kind != NO_NORM || shape.post_feed.kind != NO_NORM; }
 
     bool has_experts() const { return !experts.each.empty(); }
+    bool has_own_norms() const { return !experts.before.is_none(); }
+    // The norms of what the experts and their router read.
+    const Norm& experts_norm() const { return has_own_norms() ? experts.before : feed_norm(); }
+    const Norm& router_norm() const { return experts.router_norm.is_none() ? experts_norm() : experts.router_norm; }
     bool has_network() const { return shape.intermediate_size > 0; }
 
     // Calls use(linear) for the linears in the order in which they lie in `Model::weights`, which is that in which they
@@ -201,8 +209,9 @@ struct alignas(64) Layer {
     void for_each_linear(const Use& use, size_t max_experts = SIZE_MAX) const {
         const_cast<Layer*>(this)->for_each_linear([&](const Linear& linear) { use(linear); }, max_experts);
     }
-    std::array<const Norm*, 7> norms() const {
-        return {&pre_mixer, &post_mixer, &pre_feed, &post_feed, &q_norm, &k_norm, &input_norm};
+    std::array<const Norm*, 11> norms() const {
+        return {&pre_mixer, &post_mixer, &pre_feed, &post_feed, &q_norm, &k_norm, &input_norm,
+                &experts.router_norm, &experts.before, &experts.after, &experts.after_other};
     }
 };
 
@@ -386,7 +395,8 @@ enum TensorKind : int32_t {
     ROUTER, ROUTER_BIAS, CHOICE_BIAS, SHARED_GATE, EXPERT_GATE, EXPERT_UP, EXPERT_DOWN, EXPERT_GATE_BIAS, EXPERT_UP_BIAS,
     EXPERT_DOWN_BIAS,
     INPUT_TABLE = 60, INPUT_PROJECTION, INPUT_PROJECTION_NORM, OUTPUT_SCALE, INPUT_GATE, INPUT_UP, INPUT_NORM,
-    Q_DOWN, KV_DOWN, Q_UP, KV_UP, Q_DOWN_BIAS, KV_DOWN_BIAS
+    Q_DOWN, KV_DOWN, Q_UP, KV_UP, Q_DOWN_BIAS, KV_DOWN_BIAS,
+    ROUTER_NORM, EXPERT_SCALES, BEFORE_EXPERTS, AFTER_EXPERTS, AFTER_OTHER
 };
 
 // Sets `Linear::next` of each linear.

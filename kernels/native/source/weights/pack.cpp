@@ -88,7 +88,7 @@ int64_t Model::weights_bytes(size_t max_experts_of_layer) const {
                     embedding_norm.num_bytes();
     for (const Layer& layer : layers) {
         layer.for_each_linear([&](const Linear& linear) { total += of(linear); }, max_experts_of_layer);
-        total += of(layer.key_up) + of(layer.value_up) + of(layer.experts.router) + 4 * int64_t(layer.experts.choice_bias.size());
+        total += of(layer.key_up) + of(layer.value_up) + of(layer.experts.router) + 4 * int64_t(layer.experts.choice_bias.size() + layer.experts.scales.size());
         for (const Norm* norm : layer.norms()) total += norm->num_bytes();
         total += 4 * int64_t(layer.output_scale.size() + layer.sinks.size() + layer.activation_params.size());
     }
@@ -535,6 +535,11 @@ bool pack(Model& model, const Tensor& tensor) {
     if (kind < ROUTER_BIAS || !layer.has_experts()) return false;
     Expert& expert = experts.each[tensor.expert];
     switch (kind) {
+        case ROUTER_NORM: return set_norm(experts.router_norm, experts.router_norm.weight, hidden);
+        case EXPERT_SCALES: return set_floats(experts.scales, 0, its.num_experts, data, type, FLOAT32);
+        case BEFORE_EXPERTS: return set_norm(experts.before, experts.before.weight, hidden);
+        case AFTER_EXPERTS: return set_norm(experts.after, experts.after.weight, hidden);
+        case AFTER_OTHER: return set_norm(experts.after_other, experts.after_other.weight, hidden);
         case ROUTER_BIAS: return set_bias(model, experts.router, {}, its.num_experts, data, type);
         case CHOICE_BIAS: return set_floats(experts.choice_bias, 0, its.num_experts, data, type, FLOAT32);
         case EXPERT_GATE_BIAS: return set_bias(model, expert.gate_up, {0, 0}, its.intermediate_size, data, type);

@@ -36,6 +36,9 @@ struct ExpertsShape {
     int32_t sums_two_of_group;      // a group counts as its best two scores; else as its best
     int32_t scales_input;           // weights multiply what experts read; else what they give
     int32_t has_shared_gate;        // the other network's output is multiplied by a sigmoid
+    NormShape router_norm;          // of the residual, which the router then reads; none: it reads what experts read
+    // Of what experts read, which is then the residual, of their sum, and of the other network's output; none: no such
+    NormShape own_norms;
 };
 
 // What each layer gets of a token besides the residual: see step/layer_inputs.h.

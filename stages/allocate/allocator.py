@@ -20,7 +20,7 @@ from .plan_in_hand import PlanInHand
 from .preemption import Preemptor
 from .prefix_cache import PrefixCache
 from .slot_blocks import Growth, SlotBlocks
-from .steady_decode import SteadyDecode, SteadyGrowth, SteadyLanes
+from .steady_decode import SteadyDecode, SteadyLanes
 
 
 @dataclass(slots=True, eq=False)
@@ -175,10 +175,19 @@ class Allocator:
             lane.steady = SteadyDecode(plan.slots, self._slot_blocks)
         if self._has_windows:
             lane.steady.prepare(plan.completed_step, self.last_granted)
-        if not lane.steady.is_whole or not self._fits(lane.steady.growth.num_blocks, lane.steady.more):
+        if not lane.steady.is_whole or not self._has_blocks_for(lane.steady):
             self._end_steady(self._steady.forget(lane))
             return None
         return lane.steady
+
+    def _has_blocks_for(self, steady: SteadyDecode) -> bool:
+        """Whether the pools have the blocks of the next step."""
+        slabs = self._slot_blocks.slabs
+        if slabs is None:
+            return steady.growth.num_blocks <= self.pool.num_available
+        needs = steady.needs()
+        steady.reserves = not slabs.has_free(needs)
+        return not steady.reserves or slabs.fits(needs)
 
     def _end_steady(self, ended: Sequence[SteadyDecode]) -> None:
         """Ends the steady decoding of rows, which have not yet given back all that their windows have passed."""
@@ -195,7 +204,7 @@ class Allocator:
             if count := growth.num_blocks:
                 blocks = self.pool.take_behind(growth.last_blocks(), [1] * count, count, hand)
             table_slots, table_places, blocks = growth.grow(blocks)
-        if self._more:
+        if steady.reserves:
             self._slot_blocks.give_back_unused()
         starts = steady.step(plan.step)
         self.last_granted = plan.step
@@ -219,7 +228,8 @@ class Allocator:
 
     def _grow_steady(self, hand: PlanInHand, steady: SteadyDecode) -> tuple[TableEntries, ...]:
         """Makes room for all kinds, and takes the blocks of those after kind 0."""
-        self._slot_blocks.reserve(steady.needs(), hand)
+        if steady.reserves:
+            self._slot_blocks.reserve(steady.needs(), hand)
         made = []
         for each, growth in zip(self._more, steady.more, strict=True):
             blocks = NO_INTS
@@ -245,7 +255,7 @@ class Allocator:
         counts = tables.num_blocks_for(num_beyond[grows])
         return _PlanAllocation(granted, grows, counts, int(counts.sum()), (), more)
 
-    def _fits(self, num_blocks: int, more: Sequence[Growth | SteadyGrowth]) -> bool:
+    def _fits(self, num_blocks: int, more: Sequence[Growth]) -> bool:
         """Whether the pools have so many blocks of kind 0, and those of the others."""
         if not self._more:
             return num_blocks <= self.pool.num_available
@@ -321,26 +331,28 @@ class Allocator:
     ) -> PlanReport:
         pool, host = self.pool, self.host
         slabs = self._slot_blocks.slabs
-        room = (pool.num_available, pool.num_quarantined) if slabs is None else slabs.room(self._most_of_one)
+        if slabs is None:
+            num_free, num_quarantined = pool.num_available, pool.num_quarantined
+            room = self._room_of_window() if self._has_windows else None
+        else:
+            num_free, num_quarantined, room = slabs.room(self._most_of_one)
         return PlanReport(
             step=hand.plan.step,
             num_granted=granted,
             num_cached=self._num_begun(hand, hand.plan.slots),
             preempted=preempted,
-            num_free=room[0],
-            num_quarantined=room[1],
+            num_free=num_free,
+            num_quarantined=num_quarantined,
             num_host_free=0 if host is None else host.pool.num_available,
             num_host_quarantined=0 if host is None else host.pool.num_quarantined,
             swapped=hand.swapped,
             is_void=is_void,
             is_reset=is_reset,
-            kv_room=self._room_of_window() if slabs is None else slabs.left,
+            kv_room=room,
         )
 
-    def _room_of_window(self) -> KVRoom | None:
-        """What is left of a cache of one kind, if that is of a window."""
-        if not self._has_windows:
-            return None
+    def _room_of_window(self) -> KVRoom:
+        """What is left of a cache of one kind, which is of a window."""
         return KVRoom((self.pool.num_available + self.pool.num_quarantined,), (0,), 0, (1,))
 
     # -- after a crash

@@ -174,7 +174,7 @@ class PrefixCache:
             places, last = self._run(chain, self._host, len(blocks), last)
             chain.num_on_host = len(places)
         if self.kinds or self.snapshots is not None:
-            return self._find_of_kinds(chain, blocks, places, may_fork=may_fork and self.snapshots is None)
+            return self._find_of_kinds(chain, blocks, places, may_fork=may_fork)
         source, chain.num_forked = (may_fork and self._fork(chain, last)) or (None, 0)
         return PrefixMatch(np.array(blocks, np.int32), np.array(places, np.int32), source, chain.num_forked)
 
@@ -190,6 +190,10 @@ class PrefixCache:
         """
         numbers = [self._device.entries[block][3] for block in blocks]
         numbers += [self._host.entries[place][3] for place in places]
+        if self.snapshots is not None:
+            if may_fork and (found := self._find_end(chain, numbers, blocks, places, self.snapshots)) is not None:
+                return found
+            may_fork = False
         snapshot = self._cut(numbers)
         blocks, places = blocks[: len(numbers)], places[: max(0, len(numbers) - len(blocks))]
         chain.num_blocks, chain.num_on_host = len(blocks), len(places)
@@ -201,6 +205,26 @@ class PrefixCache:
         more = tuple(index.match(numbers, each) for index, each in zip(self.kinds, sources, strict=True))
         arrays = np.array(blocks, np.int32), np.array(places, np.int32)
         return PrefixMatch(*arrays, source, chain.num_forked, more, snapshot)
+
+    def _find_end(
+        self, chain: BlockChain, numbers: list[int], blocks: list[int], places: list[int], snapshots: StateSnapshots
+    ) -> PrefixMatch | None:
+        """The match up to the end of an answer behind all entries of the chain, if the cache has one."""
+        last = numbers[-1] if numbers else chain.salt
+        begin = len(numbers) * self.block_size
+        most = min(begin + self.block_size, len(chain.token_ids)) - 1  # the last token is always computed
+        end = snapshots.tail(last, chain.contents[TOKEN_BYTES * begin : TOKEN_BYTES * most])
+        if end is None or num_usable(self.kinds, numbers) < len(numbers):
+            return None
+        source = snapshots.block_of(end)
+        sources = [self._source_of(index, source) for index in self.kinds]
+        if None in sources:
+            return None
+        chain.num_forked = len(end.tokens) // TOKEN_BYTES
+        self.partial_blocks.tails.move_to_end(source)
+        more = tuple(index.match(numbers, each) for index, each in zip(self.kinds, sources, strict=True))
+        arrays = np.array(blocks, np.int32), np.array(places, np.int32)
+        return PrefixMatch(*arrays, source, chain.num_forked, more, snapshots.place(end))
 
     def _cut(self, numbers: list[int]) -> int | None:
         """Cuts the entries of a match to those that every kind has. Returns the place of the snapshot behind them."""
@@ -305,15 +329,19 @@ class PrefixCache:
         if chain.is_cut or not tokens:
             return None
         gone = self.partial_blocks.add_tail(block, chain.last, tokens)
-        for index in self.kinds:
-            for tail in gone or ():
+        for tail in gone or ():
+            for index in self.kinds:
                 index.drop_tail(tail)
+            if self.snapshots is not None:
+                self.snapshots.drop_tail(tail)
         return gone
 
     def drop_tail(self, block: int) -> bool:
         """Removes `block` if it is a tail. Returns whether it was one."""
         for index in self.kinds:
             index.drop_tail(block)
+        if self.snapshots is not None:
+            self.snapshots.drop_tail(block)
         return self.partial_blocks.drop_tail(block)
 
     def drop(self, chain: BlockChain) -> None:

@@ -16,7 +16,7 @@ from ...kernels.layout.kv_layout import KVKind
 from ..messages import Bools, Indices, Ints, Started, StepDone, StepPlan
 from .block_pool import BlockPool
 from .block_tables import BlockTables, WindowTables
-from .kind_index import KindIndex, StateSnapshots
+from .kind_index import EndOfAnswer, KindIndex, SnapshotKey, StateSnapshots
 from .plan_in_hand import PlanInHand
 from .prefix_cache import BlockChain, PrefixCache, PrefixMatch
 
@@ -31,6 +31,16 @@ class _Prefill:
     step: int
     rows: list[tuple[int, BlockChain, int]]  # (slot, chain, position after the last token)
     snapshots: dict[int, int]  # slot -> the place where it leaves the state behind its row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SavedEnd:
+    """The state at the end of an answer, which a granted step saves."""
+
+    step: int
+    place: int  # of the snapshot
+    key: SnapshotKey
+    tail: int | None  # block of the tail, if it ends within a block
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +78,8 @@ class PrefixPublisher:
     published at every step, as continuations from the middle of an answer are unlikely.
 
     No sequence waits for a tail that is being computed. A tail is published with the blocks before it, in the same
-    step; alone it is shorter than `min_tokens_to_wait_for`. With recurrent layers there are no tails, as only whole
-    blocks have a snapshot behind them.
+    step; alone it is shorter than `min_tokens_to_wait_for`. With recurrent layers there are tails at the end of answers
+    alone, with a snapshot behind them: the next turn of a chat goes on there.
     """
 
     def __init__(self, cache: PrefixCache, pool: BlockPool, tables: BlockTables) -> None:
@@ -85,6 +95,7 @@ class PrefixPublisher:
         # [S, 2 B] the newest tokens, by position modulo 2 B: the block being filled and the one before
         self._newest = np.zeros((num_slots, 2 * tables.block_size), np.int32)
         self._prefills: deque[_Prefill] = deque()
+        self._ends: list[_SavedEnd] = []
         self._unread: list[StepDone] = []
         self._num_unread = 0  # rows in them
         self._most_unread = 0  # tokens of one sequence in them; at most B
@@ -164,6 +175,57 @@ class PrefixPublisher:
         self._chains[slot] = None
         self._sequence_ids[slot] = -1
 
+    def save_end(self, slot: int, plan: StepPlan) -> int | None:
+        """The sequence in `slot` has ended and is about to be dropped: the place to which `plan` saves its state.
+
+        A step in flight may have read the last token, which is then part of the state. None if another one has, whose
+        token is not known here, if the sequence cannot be found, or if it ends within a block of the last snapshot.
+        """
+        snapshots, chain, size = self.cache.snapshots, self._chains[slot], self._tables.block_size
+        if snapshots is None or chain is None or chain.is_cut or plan.voided or not self._num_completed[slot]:
+            return None
+        num_tokens, last = int(self._tables.num_tokens[slot]), (int(self._num_known[slot]) - 1) // size * size
+        place, count = divmod(num_tokens, size)
+        if not last + size <= num_tokens <= self._num_completed[slot] + 1 or place != chain.num_blocks:
+            return None
+        assert isinstance(chain.last, int)
+        key: SnapshotKey = chain.last
+        if count:
+            key = EndOfAnswer(chain.last, self._tokens_of_tail(slot, place, count))
+        if key in snapshots or (count and not self._publish_tail(slot, chain, place, count)):
+            return None
+        tail = int(self._tables.blocks[slot, place]) if count else None
+        at = snapshots.take()
+        self._drop_lost_tails()
+        if at is not None:
+            self._ends.append(_SavedEnd(plan.step, at, key, tail))
+        return at
+
+    def _drop_lost_tails(self) -> None:
+        """Drops the tails whose snapshots were replaced: nothing can go on behind them."""
+        assert self.cache.snapshots is not None
+        lost, self.cache.snapshots.lost_tails = self.cache.snapshots.lost_tails, []
+        for tail in lost:
+            if self.cache.drop_tail(tail):
+                self._pool.forget(tail)
+
+    def _put_ends(self, plan: StepPlan) -> None:
+        """Publishes the ends of answers whose states are saved. A void step may have changed them."""
+        snapshots = self.cache.snapshots
+        assert snapshots is not None
+        ends, self._ends = self._ends, []
+        for end in ends:
+            if not plan.voided and end.step > plan.completed_step:
+                self._ends.append(end)
+                continue
+            is_known = end.tail is None or self.cache.partial_blocks.tails.get(end.tail) == end.key
+            if plan.voided or not is_known:
+                snapshots.give_back(end.place)
+                if end.tail is not None and is_known and self.cache.drop_tail(end.tail):
+                    self._pool.forget(end.tail)
+            else:
+                snapshots.publish(end.place, end.key, end.tail)
+
     def cut(self, slot: int) -> None:
         """Stops publishing the blocks of the sequence."""
         self._chain(slot).is_cut = True
@@ -175,6 +237,10 @@ class PrefixPublisher:
         """
         for slot in (self._sequence_ids >= 0).nonzero()[0].tolist():
             self.cut(slot)
+        for end in self._ends:
+            assert self.cache.snapshots is not None
+            self.cache.snapshots.give_back(end.place)
+        self._ends.clear()
         self.cache.clear()
 
     def drop_all(self) -> None:
@@ -182,6 +248,7 @@ class PrefixPublisher:
         self._chains = [None] * len(self._chains)
         self._sequence_ids[:] = -1
         self._prefills.clear()
+        self._ends.clear()
         if self.cache.snapshots is not None:
             self.cache.snapshots.drop_all()
         self._unread.clear()
@@ -222,6 +289,7 @@ class PrefixPublisher:
                 place = snapshots.take()
                 if place is not None:
                     taken[slot] = place
+        self._drop_lost_tails()
         return taken
 
     def _put_snapshot(self, prefill: _Prefill, slot: int, chain: BlockChain, end: int) -> None:
@@ -242,6 +310,8 @@ class PrefixPublisher:
 
     def complete_steps(self, plan: StepPlan) -> None:
         """Publishes the blocks filled by the steps completed since the last plan."""
+        if self._ends:
+            self._put_ends(plan)
         while self._prefills and self._prefills[0].step <= plan.completed_step:
             prefill = self._prefills.popleft()
             if prefill.step in plan.voided:
@@ -359,20 +429,28 @@ class PrefixPublisher:
     def _put_tail(self, slot: int, chain: BlockChain) -> None:
         """Publishes the tokens in the last, partly filled block of a sequence."""
         place, count = divmod(int(self._num_completed[slot]), self._tables.block_size)
-        if not count or place != chain.num_blocks or self.cache.snapshots is not None:
-            return
+        if count and place == chain.num_blocks and self.cache.snapshots is None:
+            self._publish_tail(slot, chain, place, count)
+
+    def _publish_tail(self, slot: int, chain: BlockChain, place: int, count: int) -> bool:
+        """Publishes `count` tokens of the block at `place`. Returns whether they are a tail now."""
         if any(place < kind.firsts[slot] for kind in self.kinds):
-            return  # a window has passed the tail, and its block may be another's
+            return False  # a window has passed the tail, and its block may be another's
         block = int(self._tables.blocks[slot, place])
-        tokens = self._newest.reshape(len(self._newest), 2, -1)[slot, place % 2, :count].tobytes()
-        gone = self.cache.put_tail(chain, block, tokens)
-        if gone is not None:
-            self._pool.keep(np.array([block], np.int32))
-            for kind in self.kinds:
-                kind.index.put_tail(block, int(kind.tables.blocks[slot, place]))
-            for other in gone:
-                if other != block:
-                    self._pool.forget(other)
+        gone = self.cache.put_tail(chain, block, self._tokens_of_tail(slot, place, count))
+        if gone is None:
+            return False
+        self._pool.keep(np.array([block], np.int32))
+        for kind in self.kinds:
+            kind.index.put_tail(block, int(kind.tables.blocks[slot, place]))
+        for other in gone:
+            if other != block:
+                self._pool.forget(other)
+        return block not in gone
+
+    def _tokens_of_tail(self, slot: int, place: int, count: int) -> bytes:
+        tokens: bytes = self._newest.reshape(len(self._newest), 2, -1)[slot, place % 2, :count].tobytes()
+        return tokens
 
     def check(self) -> None:
         """Raises AssertionError unless the pool keeps exactly the blocks in the cache (I11)."""

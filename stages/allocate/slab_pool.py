@@ -60,7 +60,7 @@ class SlabPool:
 
         A kind borrows rather than evicts its own cached blocks, unless it is the kind with most of them.
         """
-        if all(pool.num_free >= need for pool, need in zip(self.pools, needs, strict=True)):
+        if self.has_free(needs):
             return
         self._reserve_own(needs, hand)
         for kind, pool in enumerate(self.pools):
@@ -109,35 +109,34 @@ class SlabPool:
             if pool.is_lent[slab]:
                 pool.give_back_if_free(slab)
 
-    @property
-    def left(self) -> KVRoom:
-        """What the kinds can still get, once the steps in flight are done."""
-        pools = self.pools
-        return KVRoom(
-            tuple([pool.num_own + pool.num_quarantined for pool in pools]),
-            tuple([pool.num_idle if pool.num_cached else 0 for pool in pools]),
-            len(self.unlent),
-            self._blocks_per_slab,
-        )
+    def has_free(self, needs: Sequence[int]) -> bool:
+        """Whether each kind has its `needs` free, so that there is nothing to reserve."""
+        return all(need <= pool.num_free for pool, need in zip(self.pools, needs, strict=True))
 
-    def room(self, most: Sequence[int]) -> tuple[int, int]:
+    def room(self, most: Sequence[int]) -> tuple[int, int, KVRoom]:
         """Blocks of kind 0 that one more sequence could get, with as many of each other kind, or `most` of that.
 
-        Returns those that it could get now, and how many more once the steps in flight are done.
+        Returns those that it could get now, and how many more once the steps in flight are done; and what all kinds can
+        get then.
         """
-        first, left, is_waiting = self.pools[0], len(self.unlent), self.pools[0].num_quarantined > 0
-        for pool, need in zip(self.pools[1:], most[1:], strict=True):
-            left += min((pool.num_own - need) // pool.blocks_per_slab, pool.num_idle if pool.num_cached else 0)
-            is_waiting = is_waiting or pool.num_quarantined > 0
-        if left >= 0 and not is_waiting:  # as in most steps
-            return first.num_own + left * first.blocks_per_slab, 0
-        own = [pool.num_own for pool in self.pools]
-        idle = [pool.num_idle if pool.num_cached else 0 for pool in self.pools]
-        now = self._of_one_more(own, idle, most)
-        if not is_waiting:
-            return now, 0
-        later = self._of_one_more([pool.num_own + pool.num_quarantined for pool in self.pools], idle, most)
-        return now, max(1, later - now)
+        own: list[int] = []
+        idle: list[int] = []
+        num_quarantined, left = 0, len(self.unlent)
+        for pool, need in zip(self.pools, most, strict=True):
+            num_cached = len(pool._cached)
+            has = pool.num_free + num_cached
+            idle.append(pool.num_idle if num_cached else 0)
+            if own:  # kinds after kind 0, which keeps what it has
+                left += min((has - need) // pool.blocks_per_slab, idle[-1])
+            own.append(has + pool.num_quarantined)
+            num_quarantined += pool.num_quarantined
+        room = KVRoom(tuple(own), tuple(idle), len(self.unlent), self._blocks_per_slab)
+        if left >= 0 and not num_quarantined:  # as in most steps
+            return own[0] + left * self._blocks_per_slab[0], 0, room
+        now = self._of_one_more([pool.num_own for pool in self.pools], idle, most)
+        if not num_quarantined:
+            return now, 0, room
+        return now, max(1, self._of_one_more(own, idle, most) - now), room
 
     def _of_one_more(self, own: Sequence[int], idle: Sequence[int], most: Sequence[int]) -> int:
         """The same, of `own` blocks of each kind and `idle` slabs among them."""

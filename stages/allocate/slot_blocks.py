@@ -103,6 +103,8 @@ class SlotBlocks:
                 self.host.release(sequence_id, plan.step - 1, plan.completed_step)  # an earlier step may copy into them
         for slot, num_accepted in plan.accepted:
             self.tables.num_tokens[slot] += num_accepted
+        if self.publisher is not None and self.publisher.cache.snapshots is not None:
+            self._save_ends(hand)
         for slot in (*plan.ended, *plan.dropped):
             self.empty(hand, slot)
         for slot in plan.preempted:
@@ -113,6 +115,19 @@ class SlotBlocks:
             self._must_compute[started.slot] = started.pooling is not None and started.pooling.needs_every_position
             if self.publisher is not None:
                 self.publisher.start(started)
+
+    def _save_ends(self, hand: PlanInHand) -> None:
+        """Collects the copies of the states of ended sequences to snapshots, before other sequences get their slots."""
+        assert self.publisher is not None
+        plan, places = hand.plan, {}
+        for slot in plan.ended:
+            if slot not in plan.dropped and slot not in self.started:
+                place = self.publisher.save_end(slot, plan)
+                if place is not None:
+                    places[slot] = place
+        if places:
+            arrays = np.array(list(places), np.int32), np.array(list(places.values()), np.int32)
+            hand.copies.append(BlockCopy(Direction.FORK, *arrays, STATES))
 
     def empty(self, hand: PlanInHand, slot: int) -> None:
         """Takes all blocks of a slot.

@@ -24,6 +24,7 @@ class BlockCohort:
     places: Indices  # [G] table positions of their next blocks
     ones: Indices  # [G]
     sizes: Ints  # [G] tokens per block
+    capacity: Ints  # [G] of their blocks, in tokens
 
 
 class SteadyGrowth:
@@ -43,6 +44,7 @@ class SteadyGrowth:
                 places=places[rows].astype(np.intp),
                 ones=np.ones(len(rows), np.intp),
                 sizes=np.full(len(rows), tables.block_size, np.int32),
+                capacity=tables.capacity[slots[rows]],
             )
             for rows in groups
         ]
@@ -68,7 +70,7 @@ class SteadyGrowth:
         turn, tables = self._cohorts[self._cohort], self._tables
         slots, places = turn.slots, turn.places
         tables.blocks[slots, places] = blocks
-        tables.capacity[slots] += turn.sizes
+        turn.capacity = tables.capacity[slots] = turn.capacity + turn.sizes
         turn.places = places + turn.ones
         return slots, places, blocks
 
@@ -182,6 +184,7 @@ class SteadyDecode:
         self.more = [_growth_of(each, slots, self.starts, slot_blocks) for each in slot_blocks.more]  # of other kinds
         self._in_flight: deque[int] = deque()  # steps of these rows, kept for windows
         self.windows = [growth for growth in (self.growth, *self.more) if isinstance(growth, SteadyWindow)]
+        self.reserves = False  # whether kinds need slabs for the next step
         self.is_whole = self.growth.is_whole and all(growth.is_whole for growth in self.more)
 
     def prepare(self, completed_step: int, last_granted: int) -> None:

@@ -122,6 +122,23 @@ def test_steps_in_flight_behind_a_stop_harm_no_sequence_that_takes_the_slot(llm:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_new", [6, 7, 8, 9])
+def test_the_next_turn_of_a_chat_goes_on_from_the_state_behind_the_last_answer(
+    llm: LLM, entry: Entry, num_new: int
+) -> None:
+    first = entry.answers[1]
+    prompt = [*first.prompt, *first.token_ids[:num_new], 7, 8, 9]
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    forget_prefixes(llm)
+    expected = llm.generate([prompt], params, use_tqdm=False)[0]
+    forget_prefixes(llm)
+    llm.generate([first.prompt], replace(params, max_tokens=num_new), use_tqdm=False)
+    output = llm.generate([prompt], params, use_tqdm=False)[0]
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert output.num_cached_tokens >= len(first.prompt) + num_new - 1 > 40
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lfm2", "granite-hybrid-dense", "nemotron-h"])
 def test_choices_share_the_state_of_their_prompt_also_when_swapped_and_cached(
     tmp_path: Path, entry: Entry, name: str

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -110,6 +109,7 @@ async def run_chaos(options: ChaosOptions, folder: Path, again: str = "") -> Cha
         for relay in list(fleet.relays.values())[::2]:
             relay.edits = drop_fields
     async with _stops_at_signals(), _reference(options, folder) as reference:
+        ticking = asyncio.create_task(fleet.clock.tick(), name="clock")
         try:
             await asyncio.gather(fleet.start(), *([] if reference is None else [reference.start()]))
             await _learn(reference.ready["url"] if reference is not None else fleet.fronts[0].ready["url"], cases)
@@ -119,6 +119,7 @@ async def run_chaos(options: ChaosOptions, folder: Path, again: str = "") -> Cha
             result.violations += await check_rest(fleet)
             result.violations += await fleet.stop()
         finally:
+            ticking.cancel()
             await fleet.aclose()
     links = fleet.links
     result.violations += check_answers(result.requests)
@@ -131,16 +132,16 @@ async def run_chaos(options: ChaosOptions, folder: Path, again: str = "") -> Cha
 
 async def _strike_and_ask(options: ChaosOptions, fleet: ChaosFleet, cases: list[Case], result: ChaosResult) -> None:
     balancer = Balancer(fleet)
-    clients = Clients(balancer, cases, options.seed, options.num_clients, options.rate)
+    clients = Clients(balancer, fleet.clock, cases, options.seed, options.num_clients, options.rate)
     striker = Striker(fleet, balancer, options.plan)
     result.requests, result.spans = clients.histories, striker.spans
     balancer.start()
     clients.start()
-    end_s = time.monotonic() + 60.0 * options.minutes
+    end_s = fleet.clock.now() + 60.0 * options.minutes
     try:
         await striker.run()
         if options.plan.num_requests is None:
-            await asyncio.sleep(max(0.0, end_s - time.monotonic()))
+            await asyncio.sleep(max(0.0, end_s - fleet.clock.now()))
         else:
             await clients.wait_for(options.plan.num_requests)
         await clients.stop(ANSWER_S)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from .awake_clock import AwakeClock
 from .balancer import Balancer
 from .cases import Case
 from .history import ClientRequest
@@ -27,8 +27,11 @@ PAUSE_AFTER_ERROR_S = 0.5
 class Clients:
     """`num_clients` clients that ask until `stop`. `histories` has each request, also while it lasts."""
 
-    def __init__(self, balancer: Balancer, cases: Sequence[Case], seed: int, num_clients: int, rate: float) -> None:
+    def __init__(
+        self, balancer: Balancer, clock: AwakeClock, cases: Sequence[Case], seed: int, num_clients: int, rate: float
+    ) -> None:
         """`rate`: requests a second of all clients together, as long as none waits for an answer."""
+        self._clock = clock
         self.histories: list[ClientRequest] = []
         self._balancer, self._cases, self._seed = balancer, cases, seed
         self._pause_s = num_clients / rate
@@ -49,11 +52,11 @@ class Clients:
     async def stop(self, timeout_s: float) -> None:
         """No more requests; waits for the answers of those that there are."""
         self._is_over.set()
-        _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
+        await self._clock.wait(self._tasks, timeout_s)
+        in_time = [task for task in self._tasks if task.done()]
         await self.aclose()
-        for task in self._tasks:
-            if task not in late:
-                task.result()
+        for task in in_time:
+            task.result()
 
     async def aclose(self) -> None:
         """Ends all clients now. Idempotent."""
@@ -90,7 +93,7 @@ class Clients:
     def _begin(self, client: int, draw: random.Random) -> ClientRequest:
         case, is_stream = draw.choice(self._cases), draw.random() < 0.7
         front = self._balancer.choose(client)
-        history = ClientRequest(len(self.histories), client, front, case, is_stream, time.monotonic())
+        history = ClientRequest(len(self.histories), client, front, case, is_stream, self._clock.now())
         self.histories.append(history)
         return history
 
@@ -109,31 +112,34 @@ class Clients:
                     history.error = _code(await response.read())
                     history.end = "refused"
                 elif not history.is_stream:
-                    history.take(orjson.loads(await response.read()), time.monotonic())
+                    history.take(orjson.loads(await response.read()), self._clock.now())
                     history.num_ends = 1
                 else:
-                    await _read(response, history, draw if is_slow else None, leaves_after)
+                    await self._read(response, history, draw if is_slow else None, leaves_after)
         except (aiohttp.ClientError, ConnectionError, TimeoutError, orjson.JSONDecodeError) as error:
             history.error = f"{type(error).__name__}: {error}"[:200]
             history.end = "broken"
             self._balancer.note_failure(history.front)
         if history.end == "open":
             history.end = "broken" if history.error or not history.num_ends else "done"
-        history.ended_s = time.monotonic()
+        history.ended_s = self._clock.now()
 
-
-async def _read(
-    response: aiohttp.ClientResponse, history: ClientRequest, slow: random.Random | None, leaves_after: int | None
-) -> None:
-    began_s, num_lines = time.monotonic(), 0
-    async for line in response.content:
-        history.take_line(line, time.monotonic())
-        num_lines += bool(line.strip())
-        if leaves_after is not None and num_lines > leaves_after:
-            history.end = "left"
-            return
-        if slow is not None and time.monotonic() - began_s < MAX_SLOW_S:
-            await asyncio.sleep(slow.uniform(*SLOW_S))
+    async def _read(
+        self,
+        response: aiohttp.ClientResponse,
+        history: ClientRequest,
+        slow: random.Random | None,
+        leaves_after: int | None,
+    ) -> None:
+        began_s, num_lines = self._clock.now(), 0
+        async for line in response.content:
+            history.take_line(line, self._clock.now())
+            num_lines += bool(line.strip())
+            if leaves_after is not None and num_lines > leaves_after:
+                history.end = "left"
+                return
+            if slow is not None and self._clock.now() - began_s < MAX_SLOW_S:
+                await asyncio.sleep(slow.uniform(*SLOW_S))
 
 
 def _slow_socket(address: Any) -> socket.socket:

@@ -13,20 +13,21 @@ from functools import partial
 from pathlib import Path
 
 from ....stages.errors import ConfigError
+from .awake_clock import AwakeClock
 from .link_watch import LinkHistory, SpanWatch
 from .members import FleetMember
 from .relay import Relay
 
 SIZE = re.compile(r"(\d+)x(\d+)")
 KEY_BYTES = 32
-STOP_S = 40.0  # for a process to end by itself: its own limit, and time on a busy machine
+STOP_S = 100.0  # for a process to end by itself: its own limit, and time on a busy machine
 # pools so small that sequences are preempted, one thread, and a pause in which a stopped process is not lost yet
 ENGINE_FLAGS = (
     *("--threads", "1", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"),
-    *("--num-gpu-blocks", "48", "--num-cpu-blocks", "16", "--shutdown-timeout-s", "20", "--log-format", "json"),
+    *("--num-gpu-blocks", "48", "--num-cpu-blocks", "16", "--shutdown-timeout-s", "60", "--log-format", "json"),
 )
 FRONT_FLAGS = (
-    *("--port", "0", "--shutdown-timeout-s", "20", "--max-unread-tokens", "64"),
+    *("--port", "0", "--shutdown-timeout-s", "60", "--max-unread-tokens", "64"),
     *("--log-format", "json"),
 )
 REFERENCE_FLAGS = ("--threads", "1", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8")
@@ -71,6 +72,7 @@ class ChaosFleet:
         `lame_duck_s`: that a front which leaves still takes requests, for the balancer to notice.
         """
         self.size, self.links, self._lame_duck_s = size, LinkHistory(), lame_duck_s
+        self.clock = AwakeClock()
         key = folder / "fleet.key"
         key.write_bytes(os.urandom(KEY_BYTES))
         key.chmod(0o600)
@@ -83,7 +85,7 @@ class ChaosFleet:
         self.relays: dict[tuple[int, int], Relay] = {
             (front, engine): Relay(
                 random.Random(f"{seed} {front} {engine}"),
-                partial(SpanWatch, self.links, front_name(front), engine_name(engine)),
+                partial(SpanWatch, self.links, self.clock, front_name(front), engine_name(engine)),
             )
             for front in range(size.num_fronts)
             for engine in range(size.num_engines)
@@ -155,7 +157,8 @@ class ChaosFleet:
         """Ends all processes as an operator does. Returns what went wrong."""
         wrong = []
         for group in (self.fronts, self.engines):
-            wrong += [one for one in await asyncio.gather(*map(end, group)) if one is not None]
+            ends = await asyncio.gather(*(end(one, self.clock) for one in group))
+            wrong += [one for one in ends if one is not None]
         wrong += [f"processes of {one.name} are left: {left}" for one in self.members if (left := one.left_over())]
         return wrong
 
@@ -168,17 +171,15 @@ class ChaosFleet:
                 await relay.aclose()
 
 
-async def end(member: FleetMember) -> str | None:
+async def end(member: FleetMember, clock: AwakeClock) -> str | None:
     """Sends SIGTERM to a process and waits for its end. Returns what was wrong with it, if anything was."""
     if member.process is None:
         return None
     if member.process.returncode is None:
         member.process.terminate()
-    try:
-        async with asyncio.timeout(STOP_S):
-            code = await member.process.wait()
-    except TimeoutError:
+    if not await clock.wait([member.process.wait()], STOP_S):
         return f"{member.name} did not end {STOP_S:g} s after SIGTERM"
+    code = member.process.returncode or 0
     if code and not (code < 0 and member.pid in member.killed):
         return f"{member.name} ended with exit status {code} after SIGTERM"
     return None

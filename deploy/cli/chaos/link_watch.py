@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ import orjson
 from ....runtime.processes.auth import HANDSHAKE_BYTES
 from ....runtime.processes.frames import HELLO, ITEM, WORD, FrameReader, LinkError
 from ....runtime.processes.wire import FIRST_TYPE
+from .awake_clock import AwakeClock
 from .relay import Way
 
 LATE_CLOSE_S = 2.0  # the end of a connection may be read so much later than what came after it on another one
@@ -87,9 +87,9 @@ class LinkHistory:
 class SpanWatch:
     """See `ConnectionWatch`: reads the frames of one connection, behind the proof of the key."""
 
-    def __init__(self, history: LinkHistory, front: str, engine: str) -> None:
-        self._history = history
-        self._span = LinkSpan(front, engine, time.monotonic())
+    def __init__(self, history: LinkHistory, clock: AwakeClock, front: str, engine: str) -> None:
+        self._history, self._clock = history, clock
+        self._span = LinkSpan(front, engine, clock.now())
         history.spans.append(self._span)
         self._readers: dict[Way, FrameReader] = {"up": FrameReader(), "down": FrameReader()}
         self._to_skip: dict[Way, int] = {"up": HANDSHAKE_BYTES, "down": HANDSHAKE_BYTES}
@@ -110,13 +110,13 @@ class SpanWatch:
             self._to_skip[way] = 1 << 62
 
     def closed(self) -> None:
-        self._span.closed_s = time.monotonic()
+        self._span.closed_s = self._clock.now()
 
     def _take(self, way: Way, kind: int, header: memoryview) -> None:
         if kind == HELLO:
             self._names[way] = [one[0] for one in orjson.loads(header)["types"]]
         elif kind == ITEM and way == "up":
-            self._history.sent(self._span, orjson.loads(header)[1], time.monotonic())
+            self._history.sent(self._span, orjson.loads(header)[1], self._clock.now())
         elif kind == WORD:
             tree = orjson.loads(header)
             name = self._names[way][tree[0] - FIRST_TYPE]

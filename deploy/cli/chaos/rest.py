@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -25,11 +24,11 @@ async def check_rest(fleet: ChaosFleet, timeout_s: float = REST_S) -> list[str]:
     """I3 and I10 from outside: waits until all blocks are free and no process knows a request. What is not, else."""
     import aiohttp
 
-    deadline = time.monotonic() + timeout_s
+    deadline = fleet.clock.now() + timeout_s
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10.0)) as session:
         while True:
             left = [one for group in await asyncio.gather(*_looks(session, fleet)) for one in group]
-            if not left or time.monotonic() > deadline:
+            if not left or fleet.clock.now() > deadline:
                 return left
             await asyncio.sleep(LOOK_S)
 

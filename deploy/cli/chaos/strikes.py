@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -52,13 +51,13 @@ class Striker:
 
     def __init__(self, fleet: ChaosFleet, balancer: Balancer, plan: Plan) -> None:
         self.spans: list[StrikeSpan] = []
-        self._fleet, self._balancer, self._plan = fleet, balancer, plan
+        self._fleet, self._balancer, self._plan, self._clock = fleet, balancer, plan, fleet.clock
         self._locks: dict[str, asyncio.Lock] = {}
         self._may_be_away = asyncio.Semaphore(max(1, fleet.size.num_engines - 1))
 
     async def run(self) -> None:
         """Until all strikes are over, and what they struck is back."""
-        began_s = time.monotonic()
+        began_s = self._clock.now()
         if self._plan.in_turn:
             for strike in self._plan.strikes:
                 await asyncio.sleep(strike.at_s)
@@ -69,18 +68,18 @@ class Striker:
                 group.create_task(self._strike_later(strike, began_s))
 
     async def _strike_later(self, strike: Strike, began_s: float) -> None:
-        await asyncio.sleep(max(0.0, began_s + strike.at_s - time.monotonic()))
+        await asyncio.sleep(max(0.0, began_s + strike.at_s - self._clock.now()))
         await self._strike(strike)
 
     async def _strike(self, strike: Strike) -> None:
         async with self._hold(strike):
-            span = StrikeSpan(strike, time.monotonic())
+            span = StrikeSpan(strike, self._clock.now())
             self.spans.append(span)
             try:
                 await self._carry_out(span)
             except NotStartedError as error:
                 span.problems.append(str(error))
-            span.healed_s = time.monotonic()
+            span.healed_s = self._clock.now()
 
     async def _carry_out(self, span: StrikeSpan) -> None:
         match span.strike.kind:
@@ -138,7 +137,7 @@ class Striker:
 
     async def _replace(self, span: StrikeSpan, away_s: float) -> None:
         """A stop as an operator does it, and a start after a while."""
-        problem = await end(self._member(span.strike))
+        problem = await end(self._member(span.strike), self._clock)
         span.problems += [] if problem is None else [problem]
         await asyncio.sleep(away_s)
         await self._start(span.strike)

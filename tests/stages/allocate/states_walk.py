@@ -17,10 +17,13 @@ from dataclasses import replace
 from millrace.kernels.layout.state_layout import StateLayout
 from millrace.stages.allocate.allocator import Allocator
 from millrace.stages.allocate.host_tier import HostTier
+from millrace.stages.allocate.kind_index import EndOfAnswer
 from millrace.stages.allocate.prefix_cache import PrefixCache
 from millrace.stages.messages import STATES, Direction
 from tests.stages.allocate.cached_kinds_walk import ACTIONS, ACTIONS_OF_A_WALK, CachedWalk
-from tests.stages.allocate.kinds_walk import NUM_SLOTS, POISON, Mark, Step, run_walks
+from tests.stages.allocate.kinds_walk import NUM_LETTERS, NUM_SLOTS, POISON, Mark, Step, run_walks
+from tests.stages.allocate.naive_memory import Text
+from tests.stages.schedule.naive_scheduler import Seq
 
 
 class StatesWalk(CachedWalk):
@@ -41,6 +44,21 @@ class StatesWalk(CachedWalk):
         self.allocator = Allocator(layout.num_blocks[0], self.size, NUM_SLOTS, self.longest, cache, host, layout)
         self.states: dict[int, Mark] = {}
         self.host_states: dict[int, Mark] = {}
+
+    def arrive(self) -> None:
+        """Also the next turn of a chat: it begins with all of a text, and goes on."""
+        ended = [text for text in self.texts[-6:] if len(text.tokens) < self.longest - 2]
+        if not ended or len(self.scheduler.sequences) >= 8 or self.dice.random() < 0.6:
+            return super().arrive()
+        text, before = Text(self.num_texts, self.trie, ""), self.dice.choice(ended).tokens
+        self.num_texts += 1
+        num_prompt = self.dice.randint(len(before) + 1, self.longest - 1)
+        for token in before:
+            text.append(token)
+        while len(text.tokens) < num_prompt:
+            text.append(self.dice.randrange(NUM_LETTERS))
+        self.texts.append(text)
+        self.scheduler.add(Seq(text, num_prompt, self.dice.randint(num_prompt + 1, self.longest), 0))
 
     def _run(self, step: Step) -> None:
         super()._run(step)
@@ -82,7 +100,13 @@ class StatesWalk(CachedWalk):
             return
         entries = {number: block for block, _, number in cache.known_blocks()}
         for number, place in cache.snapshots._cached.items():
-            if number in entries:
+            if isinstance(number, EndOfAnswer):
+                block, end = cache.snapshots.block_of(number), len(number.tokens) // 4
+                assert cache.partial_blocks.tails[block] == number
+                last = self.device[0].get((block, end - 1))
+                assert self.states.get(place) == last, f"snapshot {place} is {self.states.get(place)}, not {last}"
+                self.seen["ends of answers"] += 1
+            elif number in entries:
                 last = self.device[0].get((entries[number], self.size - 1))
                 assert self.states.get(place) == last, f"snapshot {place} is {self.states.get(place)}, not {last}"
                 self.seen["snapshots"] += 1

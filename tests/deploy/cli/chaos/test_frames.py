@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 import pytest
 
+from millrace.deploy.cli.chaos.awake_clock import AwakeClock
 from millrace.deploy.cli.chaos.link_watch import LinkHistory, SpanWatch
 from millrace.deploy.cli.chaos.version_edits import HelloEdit, without_last_fields
 from millrace.runtime.processes.auth import HANDSHAKE_BYTES
@@ -40,7 +41,7 @@ def request(name: str) -> TokenRequest:
 
 def test_a_watch_knows_which_request_is_where_from_bytes_in_any_pieces() -> None:
     history, draw = LinkHistory(), random.Random(3)
-    watch = SpanWatch(history, "front0", "engine1")
+    watch = SpanWatch(history, AwakeClock(), "front0", "engine1")
     failed = packed(WORD, RequestFailed("b", "Failed", "no", "internal_error"))
     sent = [packed(ITEM, request(name)) for name in ("a", "b", "c", "warm-up-1")]
     up = PROOF + hello() + b"".join(sent) + packed(WORD, RequestsEnded(["a", "x"]))
@@ -53,7 +54,7 @@ def test_a_watch_knows_which_request_is_where_from_bytes_in_any_pieces() -> None
     (span,) = history.spans
     assert list(span.requests) == ["c"] and history.num_sent == 3 and span.closed_s is not None
     assert history.violations() == []
-    other = SpanWatch(history, "front0", "engine0")
+    other = SpanWatch(history, AwakeClock(), "front0", "engine0")
     other.passed("up", PROOF + b"no frame at all, but 16 bytes or more")
     assert "link front0-engine0: up: a frame begins with" in history.violations()[0]
 

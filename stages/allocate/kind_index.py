@@ -223,6 +223,7 @@ class StateSnapshots:
         self._first, self._num = layout.num_slots, layout.num_snapshots
         self._free = list(range(self._first + self._num - 1, self._first - 1, -1))
         self._cached: OrderedDict[SnapshotKey, int] = OrderedDict()  # -> place; the least recent first
+        self._used: set[SnapshotKey] = set()  # those from which a sequence has gone on
         self._tails: dict[int, EndOfAnswer] = {}  # by the block of the tail
         self._block_of: dict[EndOfAnswer, int] = {}  # the reverse
         self.lost_tails: list[int] = []  # blocks of tails whose snapshots were replaced; the publisher drops them
@@ -241,6 +242,7 @@ class StateSnapshots:
     def place(self, key: SnapshotKey) -> int:
         """The place of the snapshot of this name, which is used now."""
         self._cached.move_to_end(key)
+        self._used.add(key)
         return self._cached[key]
 
     def tail(self, before: Before, tokens: bytes) -> EndOfAnswer | None:
@@ -280,6 +282,7 @@ class StateSnapshots:
             if not self._cached:
                 return None
             key, place = self._cached.popitem(last=False)
+            self._used.discard(key)
             self._free.append(place)
             if isinstance(key, EndOfAnswer):
                 block = self._block_of.pop(key)
@@ -307,7 +310,13 @@ class StateSnapshots:
         end = self._tails.pop(block, None)
         if end is not None:
             del self._block_of[end]
+            self._used.discard(end)
             self._free.append(self._cached.pop(end))
+
+    def pass_by(self, key: SnapshotKey) -> None:
+        """One behind the answer follows: this one is replaced first, unless a sequence has gone on from it."""
+        if key in self._cached and key not in self._used:
+            self._cached.move_to_end(key, last=False)
 
     def give_back(self, place: int) -> None:
         """The step that writes `place` is over, and what it holds is of no use."""
@@ -320,6 +329,7 @@ class StateSnapshots:
         """Forgets all snapshots but those that steps in flight write."""
         self._free.extend(self._cached.values())
         self._cached.clear()
+        self._used.clear()
         self._tails.clear()
         self._block_of.clear()
         self.lost_tails.clear()
@@ -335,4 +345,6 @@ class StateSnapshots:
         places = sorted([*self._free, *self._cached.values(), *self._arriving])
         assert places == list(range(self._first, self._first + self._num)), f"snapshots are at {places}"
         ends = {key for key in self._cached if isinstance(key, EndOfAnswer)}
-        assert ends == set(self._tails.values()), "a snapshot at the end of an answer has no tail, or the reverse"
+        assert self._used <= self._cached.keys(), "a snapshot that is gone counts as used"
+        is_right = ends == set(self._tails.values()) == set(self._block_of)
+        assert is_right, "a snapshot at the end of an answer has no tail, or the reverse"

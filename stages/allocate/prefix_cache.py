@@ -95,6 +95,7 @@ class BlockChain:
     num_forked: int = 0  # tokens found after all these, in a partly matching block
     num_computing: int = 0  # full blocks of `token_ids` granted so far
     is_cut: bool = False  # one of its blocks could not be added: nothing after it can be found
+    snapshot: int | None = None  # number of the entry behind which it took its last snapshot
 
 
 class PrefixMatch(NamedTuple):

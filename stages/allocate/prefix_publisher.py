@@ -41,6 +41,7 @@ class _SavedEnd:
     place: int  # of the snapshot
     key: SnapshotKey
     tail: int | None  # block of the tail, if it ends within a block
+    before: int | None  # name of the snapshot that the sequence took of its prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -198,7 +199,7 @@ class PrefixPublisher:
         at = snapshots.take()
         self._drop_lost_tails()
         if at is not None:
-            self._ends.append(_SavedEnd(plan.step, at, key, tail))
+            self._ends.append(_SavedEnd(plan.step, at, key, tail, chain.snapshot))
         return at
 
     def _drop_lost_tails(self) -> None:
@@ -225,6 +226,8 @@ class PrefixPublisher:
                     self._pool.forget(end.tail)
             else:
                 snapshots.publish(end.place, end.key, end.tail)
+                if end.before is not None:
+                    snapshots.pass_by(end.before)
 
     def cut(self, slot: int) -> None:
         """Stops publishing the blocks of the sequence."""
@@ -299,6 +302,7 @@ class PrefixPublisher:
             return
         if not chain.is_cut and chain.num_blocks * self._tables.block_size == end and isinstance(chain.last, int):
             snapshots.publish(place, chain.last)
+            chain.snapshot = chain.last
         else:
             snapshots.give_back(place)
 

@@ -25,7 +25,7 @@ class Chat:
 
     def __init__(self, num_snapshots: int = 4, layout: KVLayout | None = None) -> None:
         cache = PrefixCache(SIZE, states=StateLayout(64, NUM_SLOTS, num_snapshots=num_snapshots))
-        num_blocks = 20 if layout is None else layout.num_blocks[0]
+        num_blocks = 40 if layout is None else layout.num_blocks[0]
         self.allocator = Allocator(num_blocks, SIZE, NUM_SLOTS, 60, cache, layout=layout)
         self.cache = cache
         assert cache.snapshots is not None
@@ -142,6 +142,21 @@ def test_a_replaced_snapshot_drops_its_tail_and_an_evicted_tail_its_snapshot() -
     chat.allocator.pool.forget(tail)
     assert len(chat.snapshots) == 1 and len(chat.snapshots._free) == 3
     chat.allocator.check()
+
+
+def test_the_snapshot_of_a_prompt_is_replaced_before_that_of_an_answer_unless_it_was_used() -> None:
+    chat, other = Chat(num_snapshots=4), [50, *PROMPT]
+    chat.answer(PROMPT, ANSWER)
+    chat.answer(other, ANSWER, slot=1)
+    chat.serve({})
+    chat.answer([60, *PROMPT], ANSWER, slot=2)  # replaces those of both prompts
+    chat.serve({})
+    assert chat.begin(0, [*PROMPT, *ANSWER, 31])[1] == [10] and chat.begin(1, [*other, *ANSWER, 31])[1] == [11]
+    chat = Chat(num_snapshots=4)
+    chat.answer(PROMPT, ANSWER)
+    chat.answer([*PROMPT[:5], 9], ANSWER, slot=1)  # goes on from that of the first prompt
+    chat.serve({})
+    assert chat.begin(2, [*PROMPT[:5], 8])[1] == [4]
 
 
 def test_a_reset_of_the_cache_forgets_an_end_that_a_step_saves() -> None:

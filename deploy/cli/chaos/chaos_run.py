@@ -140,10 +140,10 @@ async def _strike_and_ask(options: ChaosOptions, fleet: ChaosFleet, cases: list[
     end_s = fleet.clock.now() + 60.0 * options.minutes
     try:
         await striker.run()
-        if options.plan.num_requests is None:
-            await asyncio.sleep(max(0.0, end_s - fleet.clock.now()))
-        else:
+        if options.plan.num_requests is not None:
             await clients.wait_for(options.plan.num_requests)
+        elif not options.plan.in_turn:
+            await asyncio.sleep(max(0.0, end_s - fleet.clock.now()))
         await clients.stop(ANSWER_S)
     finally:
         await clients.aclose()

@@ -58,7 +58,7 @@ class Plan:
     """What a run does.
 
     num_requests   the run ends after so many, and after its strikes; None: after its time
-    in_turn        each strike waits for the end of the one before it
+    in_turn        each strike waits for the end of the one before it, and the run ends after the last one
     wall_clocks    seconds by which the wall clocks of the processes are wrong, engines first
     drops_fields   each second link passes as between adjacent versions: fields with defaults are not known
     """

@@ -43,8 +43,8 @@ class FleetMember:
         self, name: str, command: Sequence[str], logs: Path, environment: dict[str, str] | None = None
     ) -> None:
         self.name, self.command, self._logs = name, list(command), logs
-        self._environment = {key: value for key, value in os.environ.items() if not key.startswith("MILLRACE_")}
-        self._environment |= environment or {}
+        self.environment = {key: value for key, value in os.environ.items() if not key.startswith("MILLRACE_")}
+        self.environment |= environment or {}
         self._preexec = make_preexec()
         self.process: asyncio.subprocess.Process | None = None
         self.ready: dict[str, Any] = {}  # its ready line
@@ -80,7 +80,7 @@ class FleetMember:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env=self._environment,
+                env=self.environment,
                 start_new_session=True,
                 preexec_fn=self._preexec,
             )

@@ -23,6 +23,7 @@ from .plugins import parse_plugins
 
 MAX_SPECULATIVE_TOKENS = 64
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[A-Za-z0-9_][\w.-]{0,127})?", re.ASCII)
+MAX_STEPS_IN_FLIGHT = 16  # steps
 MAX_LORAS = 1024  # adapters on the device at once
 
 
@@ -61,6 +62,11 @@ class EngineConfig(EngineSettings):
         """`max_num_batched_tokens`, after `resolve_step_size` has set it."""
         assert self.max_num_batched_tokens is not None, "settle_step_size() must run first"
         return self.max_num_batched_tokens
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes over which one engine computes the model, itself included."""
+        return max(self.tensor_parallel_size, self.pipeline_parallel_size)
 
     @property
     def num_verified_tokens(self) -> int:
@@ -104,11 +110,14 @@ class EngineConfig(EngineSettings):
                 f"device = {self.device}: must be auto, cpu, cuda, or one of several GPUs, such as cuda:1"
             )
         _power_of_two("block_size", self.block_size)
+        if self.pipeline_parallel_size != 1:
+            self._check_pipeline()
         if self.emulate_tp != 1 and self.tensor_parallel_size != 1:
             raise ConfigError(f"emulate_tp = {self.emulate_tp}: it is for one process; leave out tensor_parallel_size")
         for name in (
             "max_num_seqs",
             "tensor_parallel_size",
+            "pipeline_parallel_size",
             "emulate_tp",
             "tokenizer_workers",
             "data_parallel_size",
@@ -148,8 +157,9 @@ class EngineConfig(EngineSettings):
                 raise ConfigError(f"{name} = {seconds}: must be a number of seconds above 0")
         if self.swap_space is not None and not 0.0 <= self.swap_space < float("inf"):
             raise ConfigError(f"swap_space = {self.swap_space}: must be a number of GiB, 0 or more")
-        if self.steps_in_flight not in (1, 2, 3, 4):
-            raise ConfigError(f"steps_in_flight = {self.steps_in_flight}: must be 1 (serial) to 4; 2 overlaps")
+        if not 1 <= self.steps_in_flight <= MAX_STEPS_IN_FLIGHT:
+            setting = f"steps_in_flight = {self.steps_in_flight}"
+            raise ConfigError(f"{setting}: must be 1 (serial) to {MAX_STEPS_IN_FLIGHT}; 2 overlaps")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization = {self.gpu_memory_utilization}: must be above 0 and at most 1")
         if self.itl_target_ms is not None and not 0.0 <= self.itl_target_ms < float("inf"):
@@ -164,6 +174,20 @@ class EngineConfig(EngineSettings):
                 f"max_num_batched_tokens = {self.max_num_batched_tokens} is below max_num_seqs = {self.max_num_seqs}: "
                 "a step could not even give each running sequence one token; raise the first or lower the second"
             )
+
+    def _check_pipeline(self) -> None:
+        """Checks `pipeline_parallel_size`, and raises `steps_in_flight` to one for each rank and one that waits."""
+        size = self.pipeline_parallel_size
+        _positive("pipeline_parallel_size", size)
+        if size >= MAX_STEPS_IN_FLIGHT:
+            raise ConfigError(f"pipeline_parallel_size = {size}: must be at most {MAX_STEPS_IN_FLIGHT - 1}")
+        for name in ("tensor_parallel_size", "emulate_tp"):
+            if getattr(self, name) != 1:
+                raise ConfigError(
+                    f"pipeline_parallel_size = {size} with {name} = {getattr(self, name)}: "
+                    "layers are either dealt over ranks or shared by them; leave out one of the two"
+                )
+        object.__setattr__(self, "steps_in_flight", max(self.steps_in_flight, size + 1))
 
     def _check_adapters(self) -> None:
         if self.max_loras > MAX_LORAS:

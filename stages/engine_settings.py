@@ -129,10 +129,16 @@ class EngineSettings:
         "processes that share each layer of the model, on a GPU each or on CPUs; torch and triton only",
         unit="processes",
     )
+    pipeline_parallel_size: int = _DEVICE.setting(
+        1,
+        "processes that hold some layers of the model each, for models larger than the memory of one; on CPUs, torch "
+        "only",
+        unit="processes",
+    )
     executor: Literal["auto", "thread", "process", "ray"] = _DEVICE.setting(
         "auto",
-        "what tensor_parallel_size starts: process, or thread for debugging; auto: process; ray: engines are actors "
-        "of a Ray cluster, and their ranks processes beside them",
+        "what tensor_parallel_size and pipeline_parallel_size start: process, or thread for debugging; auto: process; "
+        "ray: engines are actors of a Ray cluster, and their ranks processes beside them",
     )
     emulate_tp: int = _DEVICE.setting(
         1, "for debugging: add up products in the pieces of so many tensor-parallel processes, in one"
@@ -195,7 +201,9 @@ class EngineSettings:
         None, "seconds of waiting that raise a request by one priority; none: priorities are strict"
     )
     steps_in_flight: int = _BATCH.setting(
-        2, "maximum steps in flight, 1 to 4: 2 overlaps planning with execution, 1 is serial"
+        2,
+        "maximum steps in flight, 1 to 16: 2 overlaps planning with execution, 1 is serial; at least "
+        "pipeline_parallel_size + 1",
     )
     async_scheduling: bool = _BATCH.setting(
         True, "submit a step while the previous one runs (GPU, native model); otherwise wait for each"

@@ -30,6 +30,7 @@ STAGE_FILES_WITH_TORCH = {
     "stages/backends/cuda/triton_chooser.py",
     "stages/backends/torch/fitted_runner.py",
     "stages/backends/torch/kv_dtype.py",
+    "stages/backends/torch/layer_leader.py",
     "stages/backends/torch/leading.py",
     "stages/backends/torch/loading.py",
     "stages/backends/torch/rank.py",

@@ -47,7 +47,7 @@ BELOW = {
     "model/text": "model model/schema",
     "model/demo/making": "model/demo",
     "model/decoder": "model model/families model/checkpoint model/lora model/sharding",
-    "model/sharding": "model model/families model/lora",
+    "model/sharding": "model model/families model/checkpoint model/lora",
     "model/lora": "model model/families model/checkpoint",
     "model/fallback": "model model/checkpoint model/decoder",
     "model/encoder": "model model/checkpoint",

@@ -108,8 +108,11 @@ class Decoder:
         return self.logits(hidden, None if out is None else out[: len(hidden)])
 
     @torch.inference_mode()
-    def hidden(self, inputs: StepInputs[Tensor], cache: KVCache) -> Tensor:
-        """The layers' part of a step: writes the cache, returns hidden states before the final norm, [T, hidden]."""
+    def hidden(self, inputs: StepInputs[Tensor], cache: KVCache, entering: Tensor | None = None) -> Tensor:
+        """The layers' part of a step: writes the cache, returns hidden states before the final norm, [T, hidden].
+
+        `entering`: what the layers before these returned, to be overwritten; None: these begin with the embedding.
+        """
         self.few_rows.begin_step(len(inputs.input_ids))
         starts = None if inputs.is_decode else inputs.query_starts
         shape = replace(self._attention_shape, cache_dtype=cache.data.dtype)
@@ -117,7 +120,7 @@ class Decoder:
         rows = None
         if inputs.slots is not None:
             rows = SequenceRows.of(inputs.slots, inputs.query_starts, inputs.lengths)
-        residual = self._embed(inputs)
+        residual = self._embed(inputs) if entering is None else entering
         each = self._layer_inputs.of(residual, inputs.input_ids)
         for index, layer in enumerate(self._blocks):
             residual = layer.run(residual, index, inputs, cache, plan, rows)

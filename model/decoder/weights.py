@@ -15,10 +15,11 @@ from torch import Tensor
 from ...kernels.layout.experts import ExpertStack
 from ..checkpoint.counted_tensors import CountedTensors, ReadProgress
 from ..checkpoint.safetensors import BFLOAT16
-from ..checkpoint.tensor_shapes import CheckpointChange, TensorSource, expected_shapes, open_source
+from ..checkpoint.tensor_shapes import CheckpointChange, Shapes, TensorSource, expected_shapes, open_source
 from ..errors import CheckpointError
 from ..families import names
 from ..grouped_matrix import GroupedMatrix
+from ..sharding.layer_split import LayerRange
 from ..sharding.shard import WHOLE, Cut, RankShare, cuts_of, spec_of
 from ..spec import (
     AttentionSpec,
@@ -168,6 +169,7 @@ def load_weights(
     change: CheckpointChange | None = None,
     shard: RankShare | None = None,
     stacks_experts: bool = False,
+    layers: LayerRange | None = None,
 ) -> DecoderWeights:
     """The weights of the checkpoint in `root`; with load_format "dummy" seeded random weights, without reading a file.
 
@@ -176,11 +178,12 @@ def load_weights(
     rows, see `EvenLinear`. `free_bytes` is the device's free memory before loading, which limits larger, faster forms;
     None = no limit. `change`: as for `open_source`. `shard`: the share of a rank, of whose decoder `spec_of` has the
     sizes; None = the whole model. `stacks_experts`: see `ExpertStack`; their linears are then of no packed form.
+    `layers`: those of a rank of a pipeline, whose linears have the form that all layers would have; None = all.
     """
     source, spec = open_source(root, spec, load_format, change)
+    loader = _Loader(source, spec, device, dtype, shard, layers)
     if progress is not None:
-        source = CountedTensors(source, expected_shapes(spec), progress)
-    loader = _Loader(source, spec, device, dtype, shard)
+        loader.source = CountedTensors(source, loader.read_shapes(), progress)
     num_weights = loader.total_bytes // dtype.itemsize
     loader.form = linear_form(device, dtype, num_weights, free_bytes, is_batch_invariant=is_batch_invariant)
     loader.stacks_experts = stacks_experts
@@ -197,8 +200,11 @@ class _Loader:
         device: torch.device,
         dtype: torch.dtype,
         shard: RankShare | None,
+        layers: LayerRange | None = None,
     ) -> None:
-        self.source, self.spec = source, spec if shard is None else spec_of(spec, shard)
+        self.layers = layers or LayerRange(0, spec.num_layers, spec.num_layers)
+        self.source, self.whole = source, spec
+        self.spec = spec if shard is None else spec_of(spec, shard)
         self.cuts: dict[str, Cut] = {} if shard is None else cuts_of(spec, shard)
         self.shapes = {  # of what is held
             name: self._cut(name).shape(shape)
@@ -211,20 +217,46 @@ class _Loader:
         self.stacks_experts = False
 
     def load(self) -> DecoderWeights:
-        spec = self.spec
-        embedding = self._tensor(f"{names.EMBEDDING}.weight")
-        positions = None if spec.embedding.positions is None else self._tensor(f"{names.POSITIONS}.weight")
-        embedding_norm = self._norm(names.EMBEDDING_NORM, spec.embedding.norm)
-        layers = tuple(self._layer(index, layer) for index, layer in enumerate(spec.layers))
+        spec, held = self.spec, self.layers
+        nothing = torch.empty((0, spec.hidden_size), dtype=self.dtype, device=self.device)
+        embedding = self._tensor(f"{names.EMBEDDING}.weight") if self._has_embedding else nothing
+        is_first = held.is_first
+        has_positions = is_first and spec.embedding.positions is not None
+        positions = self._tensor(f"{names.POSITIONS}.weight") if has_positions else None
+        embedding_norm = self._norm(names.EMBEDDING_NORM, spec.embedding.norm) if is_first else None
+        layers = tuple(self._layer(index, spec.layers[index]) for index in range(held.begin, held.end))
         return DecoderWeights(
             embedding=embedding,
             positions=positions,
             embedding_norm=embedding_norm,
             layers=layers,
-            final_norm=self._norm(names.FINAL_NORM, spec.final_norm),
-            head=self._head(embedding),
+            final_norm=self._norm(names.FINAL_NORM, spec.final_norm) if held.is_last else None,
+            head=self._head(embedding) if held.is_last else Linear(nothing),
             per_layer=None if spec.embedding.per_layer is None else self._per_layer(spec.embedding.per_layer),
         )
+
+    def read_shapes(self) -> Shapes:
+        """The shapes in the checkpoint of the tensors that are read."""
+        shapes, held = expected_shapes(self.whole), self.layers
+        if held.is_first and held.is_last:
+            return shapes
+        stem = names.LAYER.partition("*")[0]
+        own = tuple(f"{stem}{index}." for index in range(held.begin, held.end))
+        head = names.HEAD if held.is_last else "-"
+        ends: tuple[str, ...] = (
+            names.EMBEDDING if self._has_embedding else "-",
+            head,
+            names.FINAL_NORM if held.is_last else "-",
+        )
+        if held.is_first:
+            ends = (*ends, names.POSITIONS, names.EMBEDDING_NORM)
+        return {name: shape for name, shape in shapes.items() if name.startswith((*own, *ends))}
+
+    @property
+    def _has_embedding(self) -> bool:
+        """Whether the embedding is needed, perhaps for a head that has its numbers."""
+        head = self.spec.head
+        return self.layers.is_first or (self.layers.is_last and not (head.exists and not head.is_tied))
 
     def _per_layer(self, spec: PerLayerInputs) -> PerLayerWeights:
         return PerLayerWeights(

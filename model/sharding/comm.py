@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+MOST_SENT = 16  # tensors from one rank to another that have not been received, as many as steps in flight
+
 
 class CommLost(RuntimeError):
     """Another rank is gone, or does something else. The message says which."""
@@ -30,6 +32,15 @@ class Comm(Protocol):
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's tensor; those of the others have its shape and are overwritten."""
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Sends a tensor to one rank, and waits only while `MOST_SENT` of them have not been received.
+
+        `x` is not to be changed afterwards. What is sent and received is no call in the log of a rank.
+        """
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """Waits for the next tensor of one rank, of the shape and dtype of `x`, which may be overwritten."""
 
 
 class CommLog:

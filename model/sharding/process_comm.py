@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -13,9 +14,10 @@ import torch
 import torch.distributed as public
 from torch import Tensor
 
-from .comm import CommLog, CommLost, ordered_sum
+from .comm import MOST_SENT, CommLog, CommLost, ordered_sum
 
 distributed: Any = public  # its process groups have no types
+NUM_TAGS = 1 << 16  # of tensors from one rank to another; far more than are under way
 WAIT = timedelta(hours=1)  # NOTE: a rank that hangs is found by the deadline of an order, long before
 
 
@@ -28,6 +30,8 @@ class ProcessComm:
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device, *, is_ordered: bool = False) -> None:
         self.rank, self.size, self.log = rank, size, CommLog()
         self._is_gpu = device.type != "cpu"
+        self._sent: dict[int, deque[tuple[Any, Tensor]]] = {}  # by rank: not known to be received
+        self._counts: dict[tuple[str, int], int] = {}
         self._is_ordered = is_ordered or not self._is_gpu
         store = distributed.PrefixStore("millrace", distributed.FileStore(os.fspath(folder / "ranks"), size))
         self._group: Any = _gloo(store, rank, size) if device.type == "cpu" else _nccl(store, rank, size)
@@ -53,6 +57,29 @@ class ProcessComm:
         options.rootRank = 0
         x = x.contiguous()
         return self._wait("broadcast", x, self._group.broadcast([x], options), x)
+
+    def send(self, x: Tensor, to: int) -> None:
+        x = x.contiguous()
+        sent = self._sent.setdefault(to, deque())
+        while sent and (len(sent) >= MOST_SENT or sent[0][0].is_completed()):
+            self._ended(sent.popleft()[0], f"send to rank {to}")
+        sent.append((self._group.send([x], to, self._tag("to", to)), x))  # which must live until it is received
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        x = x.contiguous()
+        self._ended(self._group.recv([x], source, self._tag("from", source)), f"receive from rank {source}")
+        return x
+
+    def _tag(self, way: str, rank: int) -> int:
+        """A number for each tensor between two ranks, the same on both."""
+        number = self._counts[way, rank] = (self._counts.get((way, rank), 0) + 1) % NUM_TAGS
+        return number
+
+    def _ended(self, work: Any, call: str) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CommLost(f"{call}: {str(error).splitlines()[0]}") from None
 
     def abort(self) -> None:
         """Makes calls in progress fail, and ends all: NCCL does not notice that a rank is gone. gloo's fail anyway."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
-from .comm import CommLog, CommLost, ordered_sum
+from .comm import MOST_SENT, CommLog, CommLost, ordered_sum
 
 T = TypeVar("T")
 
@@ -20,6 +21,8 @@ class ThreadGroup:
         self.size = size
         self._barrier = threading.Barrier(size)
         self._given: list[tuple[str, Tensor] | None] = [None] * size
+        self._sent: dict[tuple[int, int], deque[Tensor]] = {}  # by source and destination: not received yet
+        self._changed = threading.Condition()
 
     def comm(self, rank: int) -> ThreadComm:
         """The end of a rank, for its thread."""
@@ -28,6 +31,29 @@ class ThreadGroup:
     def end(self) -> None:
         """Makes every call of every rank raise `CommLost` from now on."""
         self._barrier.abort()
+        with self._changed:
+            self._changed.notify_all()
+
+    def send(self, x: Tensor, source: int, to: int) -> None:
+        """See `Comm`."""
+        with self._changed:
+            queue = self._sent.setdefault((source, to), deque())
+            self._wait(lambda: len(queue) < MOST_SENT)
+            queue.append(x)
+            self._changed.notify_all()
+
+    def receive(self, source: int, to: int) -> Tensor:
+        """See `Comm`."""
+        with self._changed:
+            queue = self._sent.setdefault((source, to), deque())
+            self._wait(lambda: len(queue) > 0)
+            self._changed.notify_all()
+            return queue.popleft()
+
+    def _wait(self, is_ready: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self._barrier.broken or is_ready())
+        if self._barrier.broken:
+            raise CommLost("a rank has ended")
 
     def exchange(self, rank: int, call: str, x: Tensor, then: Callable[[Sequence[Tensor]], T]) -> T:
         """Waits for all ranks and returns `then` of their tensors, which stay as they are until it has returned.
@@ -64,6 +90,12 @@ class ThreadComm:
 
     def broadcast(self, x: Tensor) -> Tensor:
         return self._exchange("broadcast", x, lambda parts: x.copy_(parts[0]) if self.rank else x)
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._group.send(x, self.rank, to)
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        return self._group.receive(source, self.rank)
 
     def _exchange(self, call: str, x: Tensor, then: Callable[[Sequence[Tensor]], T]) -> T:
         self.log.note(call, x)

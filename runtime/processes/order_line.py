@@ -86,7 +86,7 @@ def order_codec(types: Sequence[type]) -> Codec:
 
 
 class OrderLine:
-    """The leader's end. `send`, `obeying` and `ask` are called on one thread at a time."""
+    """The leader's end. `send` and `ask` are called on one thread at a time, and `obeying` on one, perhaps another."""
 
     def __init__(
         self,
@@ -102,6 +102,7 @@ class OrderLine:
         """
         self.cause: str | None = None  # of the end
         self.on_end: list[Callable[[str], object]] = []  # called once, on the thread that finds the cause
+        self.on_close: list[Callable[[], object]] = []  # called once by `close`, after the end
         self._members, self._codec, self._abort, self._least_s = members, codec, abort, least_s
         self._is_serving = False
         self._number = 0  # of the last order
@@ -235,6 +236,8 @@ class OrderLine:
             os.write(self._waker, b"x")
             if threading.current_thread() is not self._thread:
                 self._thread.join()
+            for callback in self.on_close:
+                callback()
             for member in self._members:
                 member.sock.close()
             os.close(self._wake)

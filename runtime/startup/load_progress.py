@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-LoadPhase = Literal["start", "download", "read", "pack", "probe"]
+LoadPhase = Literal["start", "download", "read", "pack", "join", "probe"]
 VERBS: dict[LoadPhase, str] = {
     "start": "starting",
     "download": "downloading files",
     "read": "reading weights",
     "pack": "packing weights",
+    "join": "waiting for the other ranks",
     "probe": "measuring steps",
 }
 

@@ -53,7 +53,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
         self.allocator = Allocator(*sizes, cache, host, layout, num_lanes)
         self.call_log: CallLog | None = None
         self.step_tokens = Histogram(STEP_TOKENS)  # tokens computed in each step with rows
-        self._block_size = block_size
+        self._block_size, self._num_lanes = block_size, num_lanes
         self._batch: Sequence[StepPlan | Rates] = ()  # the current batch, or the last one
         self._answered = 0  # messages of the batch already answered
         self._context: Context | None = None
@@ -67,7 +67,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
         self._recompute, self._swap = context.tracer.source("recompute"), context.tracer.source("swap")
         self._rope = context.tracer.source("rope")
         if self._rows is None:
-            self._rows = StepRows(context.tracer, context.source, len(self._sequence_ids))
+            self._rows = StepRows(context.tracer, context.source, len(self._sequence_ids), self._num_lanes)
             self._kv = KVTrace(context, self.allocator)
 
     async def handle(self, batch: Sequence[StepPlan | Rates], out: Outlet[Any]) -> None:
@@ -139,7 +139,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
         assert self._rows is not None
         for started in grant.started:
             self._sequence_ids[started.slot] = started.sequence_id
-        if grant.is_decode and self._rows.go_on(grant.step, grant.slots):
+        if grant.is_decode and self._rows.go_on(grant.step, grant.slots, grant.starts):
             return
         ids = self._sequence_ids[grant.slots]
         self._rows.step(grant.step, grant.slots, ids, grant.starts, grant.num_certain)

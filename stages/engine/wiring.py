@@ -249,7 +249,7 @@ class CoreStages:
         num_host_blocks = info.num_host_blocks if keeps_all else 0
         host = HostTier.of(num_host_blocks, info.block_size, info.num_more_host_blocks, layout, info.states)
         sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
-        self.allocate = Allocate(*sizes, cache, host, layout)
+        self.allocate = Allocate(*sizes, cache, host, layout, num_lanes=config.pipeline_parallel_size)
         self.execute, self.sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)
         if config.enable_lora:
             self.sample = Sample(loaded.sampler, device, loaded.runner.take_failed_loads)
@@ -365,6 +365,7 @@ def _step_limits(config: EngineConfig, info: ModelInfo) -> StepLimits:
         short_length=info.short_length,
         max_loras=config.max_loras if config.enable_lora else 0,
         kv_layout=info.kv_layout,
+        num_lanes=config.pipeline_parallel_size,
     )
 
 

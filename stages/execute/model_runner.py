@@ -16,7 +16,7 @@ from ...model.decoder.step_inputs import KindTables, StepInputs
 from ..device.arrays import Array, HostArray, arrays_of
 from ..device.pooler import Pooler
 from ..device.scored_prompts import LogitsWithPrompts, ScoredChunk, ScoredPrompts, rows_of
-from ..messages import STATES, BlockCopy, Bools, Direction, Indices, Ints, StepGrant
+from ..messages import STATES, BlockCopy, Bools, Direction, Indices, Ints, Started, StepGrant
 
 Longs = NDArray[np.int64]
 
@@ -151,11 +151,19 @@ class ModelRunner:
         with self._arrays.inference():
             if not len(grant.slots):
                 return self._upload(np.zeros((0, 0), np.float32))
-            inputs = self.inputs(grant)
-            runs = self._scored.runs(grant)
-            if not runs and (self.pooler is None or not self.pooler.num_pooled):
-                return self.decoder.forward(inputs, self.cache)
-            return self._forward_in_parts(grant, inputs, runs)
+            return self.run(grant, self.inputs(grant), self.scored_runs(grant))
+
+    def scored_runs(self, grant: StepGrant) -> tuple[ScoredChunk, ...]:
+        """The prompt tokens to score in a step, whose updates must be applied."""
+        return self._scored.runs(grant)
+
+    def run(
+        self, grant: StepGrant, inputs: StepInputs[Any], runs: tuple[ScoredChunk, ...]
+    ) -> Array | LogitsWithPrompts:
+        """Runs a step with rows, of its inputs and the prompt tokens to score in it."""
+        if not runs and (self.pooler is None or not self.pooler.num_pooled):
+            return self.decoder.forward(inputs, self.cache)
+        return self._forward_in_parts(grant, inputs, runs)
 
     def _forward_in_parts(
         self, grant: StepGrant, inputs: StepInputs[Any], runs: tuple[ScoredChunk, ...]
@@ -229,14 +237,17 @@ class ModelRunner:
             if self._rope_offsets is not None:
                 self._rope_offsets[started.slot] = self.short_length if started.is_long else 0
             self._scored.start(started)
-            if self.pooler is not None:
-                self.pooler.start(started)
+            self._start_pooling(started)
         if len(grant.table_slots):
             self._set_blocks(0, grant.table_slots, grant.table_places, grant.table_blocks)
         for entries in grant.more_tables:
             self._set_blocks(entries.kind, entries.slots, entries.places, entries.blocks)
         for number, digest in grant.adapter_loads:
             self._load_adapter(grant.step, number, digest)
+
+    def _start_pooling(self, started: Started) -> None:
+        if self.pooler is not None:
+            self.pooler.start(started)
 
     def _set_blocks(self, kind: int, slots: Indices, places: Indices, blocks: Ints) -> None:
         self.tables[kind, slots, places] = blocks

@@ -1,4 +1,4 @@
-"""Starts and ends what computes a model's steps beside the device thread: the ranks of a tensor-parallel group.
+"""Starts and ends what computes a model's steps beside the device thread: the ranks of a group.
 
 Owns: the interface `Executor`, ranks as threads and as processes, the messages between rank 0 and the others; and
 `EngineHost`, which a process that runs an engine elsewhere is to the front process.

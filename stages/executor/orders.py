@@ -33,6 +33,7 @@ class RankSetup:
     num_threads: int  # on a CPU
     folder: str  # where processes find each other
     log: Mapping[str, Any] | None  # settings of the log; None: it is configured
+    layers: Sequence[int] = ()  # (begin, end, count) of a pipeline's rank; empty: it has a share of every layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +127,11 @@ class AdapterPart:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class WeightBytes:
+    """Say how many bytes the rank's weights take."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FreeMemory:
     """Say how many bytes of the device are free."""
 
@@ -133,7 +139,7 @@ class FreeMemory:
 CODEC = order_codec(
     [
         *(RankSetup, EngineConfig, JoinRanks, FirstSum, MakeDecoder, MeasureScales, MakeCache, MakeHostBlocks),
-        *(StepOrder, TableChanges, LogitsOrder, CopyOrder, AdapterPart, FreeMemory),
+        *(StepOrder, TableChanges, LogitsOrder, CopyOrder, AdapterPart, WeightBytes, FreeMemory),
     ]
 )
 

@@ -130,7 +130,7 @@ def load_model(
 
 def _load(config: EngineConfig, opened: OpenedModel, phases: Phases, env: Env) -> LoadedModel | LoadedEncoder:
     model_id = hub.model_name(config.model)
-    for name in ("tensor_parallel_size", "emulate_tp"):
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "emulate_tp"):
         size = getattr(config, name)
         if size > 1 and (opened.why_through_transformers or opened.shape is None):
             what = "runs through transformers" if opened.why_through_transformers else "is an encoder"
@@ -321,7 +321,7 @@ def _load_computing(
             return load_natively(resolved, model, shape, max_model_len, phases, threads, opened.packing)
         reason = model
     require_torch(config, shape, reason)
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         log.info("backend.chosen", name="torch", reason=reason)
     if opened.native_model is not None:
         costs = "torch instead: a second and 200 MiB more at the start, and slower steps"

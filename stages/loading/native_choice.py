@@ -15,8 +15,9 @@ def why_not_native(config: EngineConfig, shape: DecoderSpec) -> str | None:
     """The setting that the native library does not support, and why; None if it supports all."""
     if config.attention_backend not in ("auto", "native"):
         return f"attention_backend = {config.attention_backend}"
-    if config.tensor_parallel_size > 1 or config.emulate_tp > 1:
-        name = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "emulate_tp"
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "emulate_tp"):
+        if getattr(config, name) == 1:
+            continue
         return f"{name} = {getattr(config, name)}: the native backend computes in one process, with threads"
     if config.gpu is not None or (config.device == "auto" and has_cuda_driver()):
         return f"device = {config.device}: the native backend computes on CPUs only"
@@ -66,6 +67,7 @@ def _what_helps(config: EngineConfig, shape: DecoderSpec) -> str:
     is_on_gpu = config.gpu is not None or (config.device == "auto" and has_cuda_driver())
     changes = {
         "tensor_parallel_size = 1": config.tensor_parallel_size > 1,
+        "pipeline_parallel_size = 1": config.pipeline_parallel_size > 1,
         "attention_backend = auto": config.attention_backend not in ("auto", "native"),
         "device = cpu": is_on_gpu,
         "kv_cache_dtype = int8": config.kv_cache_dtype == "fp8",

@@ -14,6 +14,7 @@ from ...kernels.native import build, library
 from ...model.checkpoint import hub
 from ...model.checkpoint.model_kind import is_bidirectional
 from ...model.checkpoint.tensor_shapes import open_source
+from ...model.sharding.layer_split import why_not_split
 from ...model.sharding.shard import why_not_cut
 from ...runtime.env.cpus import ComputeThreads, Cpus
 from ...runtime.startup.phases import Phases
@@ -60,6 +61,9 @@ def preview_model(config: EngineConfig) -> ModelPreview:
     size = config.tensor_parallel_size
     if size > 1 and (why_not := why_not_cut(shape, size)) is not None:
         raise ConfigError(f"tensor_parallel_size = {size}: {why_not}")
+    size = config.pipeline_parallel_size
+    if size > 1 and (why_not := why_not_split(shape, size)) is not None:
+        raise ConfigError(f"pipeline_parallel_size = {size}: {why_not}")
     longest = max_model_len_of(config, shape)
     read_text(config, root, shape, name, Phases(lambda: 0.0))
     preview = ModelPreview(model_id=name, root=root, runs_on="", max_model_len=longest)

@@ -72,6 +72,7 @@ def front_config(own: EngineConfig, ready: Sequence[EngineReady], num_places: in
         model=theirs.model if own.model is None else own.model,
         data_parallel_size=len(ready) if num_places is None else num_places,
         tensor_parallel_size=1,
+        pipeline_parallel_size=1,
         executor="auto",
         record=None,
         **{name: getattr(own, name) for name in OF_FRONT},

@@ -37,7 +37,7 @@ import numpy as np
 
 from ...kernels.layout.kv_layout import KVLayout
 from ...kernels.layout.state_layout import StateLayout
-from ..config import MAX_LORAS, MAX_SPECULATIVE_TOKENS, EngineConfig
+from ..config import MAX_LORAS, MAX_SPECULATIVE_TOKENS, MAX_STEPS_IN_FLIGHT, EngineConfig
 from ..messages import (
     AdapterRef,
     Guess,
@@ -84,6 +84,7 @@ class RecordedEngine:
     kv_layout: KVLayout | None = None  # as in `ModelInfo`
     num_more_host_blocks: tuple[int, ...] = ()  # the same
     states: StateLayout | None = None  # the same
+    pipeline_parallel_size: int = 1  # lanes of decoding rows
 
     @classmethod
     def of(cls, config: EngineConfig, info: ModelInfo, max_waiting: int) -> RecordedEngine:
@@ -113,6 +114,8 @@ class RecordedEngine:
         if layout is not None:
             plain_values |= {"kv_layout": layout_fields(layout), "num_more_host_blocks": list(num_more)}
         states = plain_values.pop("states")
+        if self.pipeline_parallel_size == 1:
+            del plain_values["pipeline_parallel_size"]
         if states is not None:
             plain_values["states"] = {spec.name: getattr(states, spec.name) for spec in fields(states)}
         return plain_values
@@ -323,7 +326,7 @@ def read_engine(values: Any) -> RecordedEngine:
         max_model_len=given.whole("max_model_len", 2, 2**24),
         max_num_seqs=given.whole("max_num_seqs", 1, 2**16),
         max_num_batched_tokens=given.whole("max_num_batched_tokens", 1),
-        steps_in_flight=given.whole("steps_in_flight", 1, 4),
+        steps_in_flight=given.whole("steps_in_flight", 1, MAX_STEPS_IN_FLIGHT),
         enable_chunked_prefill=given.flag("enable_chunked_prefill"),
         enable_prefix_caching=given.flag("enable_prefix_caching"),
         max_waiting=given.whole("max_waiting", 1),
@@ -336,6 +339,9 @@ def read_engine(values: Any) -> RecordedEngine:
         kv_layout=read_layout(given.values.get("kv_layout")),
         num_more_host_blocks=tuple(given.wholes("num_more_host_blocks", 2**24)) if "kv_layout" in given.values else (),
         states=read_states(given.values["states"]) if "states" in given.values else None,
+        pipeline_parallel_size=given.whole("pipeline_parallel_size", 1, MAX_STEPS_IN_FLIGHT - 1)
+        if "pipeline_parallel_size" in given.values
+        else 1,
     )
     if engine.max_num_seqs * engine.max_model_len > 2**28:
         sizes = f"max_num_seqs = {engine.max_num_seqs}, max_model_len = {engine.max_model_len}"

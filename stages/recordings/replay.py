@@ -90,6 +90,7 @@ class ReplayedCore:
             short_length=engine.short_length,
             max_loras=engine.max_loras,
             kv_layout=engine.kv_layout,
+            num_lanes=engine.pipeline_parallel_size,
         )
         keeps_all = engine.kv_layout is None or engine.kv_layout.kinds[0].window is None  # as in an engine
         cache = (
@@ -104,7 +105,7 @@ class ReplayedCore:
         self.tracer = tracer or Tracer(self.env, enabled=False)
         self.lane = ControlLane("control")
         self.schedule = Schedule(limits, engine.max_waiting, policy or built_in_policy(engine), drafter)
-        self.allocate = Allocate(*sizes, cache, host, engine.kv_layout)
+        self.allocate = Allocate(*sizes, cache, host, engine.kv_layout, engine.pipeline_parallel_size)
         self.schedule.call_log = self.allocate.call_log = self._captured = _CapturedCalls()
         run_at_once(self.schedule.setup(self.context("schedule")))
         run_at_once(self.allocate.setup(self.context("allocate")))

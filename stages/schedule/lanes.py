@@ -7,6 +7,7 @@ of a lane, the other ranks compute those of the others.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,15 @@ class Flight(Protocol):
     def has_decodes(self) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """Rows that decode together."""
+
+    demand: SteadyDemand
+    first: int  # place in the service order of its first row
+    last: int  # and of its last
+
+
 class Lanes:
     """Chooses rows of a step beside those in flight.
 
@@ -41,8 +51,9 @@ class Lanes:
         self.num_lanes = num_lanes
         self._table = table
         self._service_order: ServiceOrder | None = None  # of the lanes
-        self._lanes: list[SteadyDemand] = []  # no row is in two of them
+        self._lanes: list[Lane] = []  # no row is in two of them
         self._num_rows = 0  # of all lanes
+        self.is_busy = False  # found by the last `free_lane`: all rows are in lanes, and wait for those in flight
 
     def clear(self) -> None:
         """Forgets all lanes."""
@@ -50,18 +61,28 @@ class Lanes:
 
     def drop(self, steady: SteadyDemand | None) -> None:
         """Forgets a lane, of which not all rows were granted their token."""
-        if steady is not None and any(lane is steady for lane in self._lanes):
-            self._keep([lane for lane in self._lanes if lane is not steady])
+        if steady is not None and any(lane.demand is steady for lane in self._lanes):
+            self._keep([lane for lane in self._lanes if lane.demand is not steady])
 
     def free_lane(self, service_order: ServiceOrder, flights: Collection[Flight]) -> SteadyDemand | None:
-        """The lane that is in no step in flight, if all others are, and no row is in none."""
-        if service_order is not self._service_order or self._num_rows != len(service_order.slots):
+        """The lane whose rows are those to choose, if each row is in a lane. `is_busy` says whether no row may run."""
+        num_rows, self.is_busy = len(service_order.slots), False
+        if service_order is not self._service_order or self._num_rows != num_rows:
             return None
         num_decoding, free = 0, self._lanes
         for flight in flights:
             num_decoding += flight.has_decodes
-            free = [lane for lane in free if lane.slots is not flight.slots]
-        return free[0] if len(free) == 1 and num_decoding < self.num_lanes else None
+            free = [lane for lane in free if lane.demand.slots is not flight.slots]
+        if not free or num_decoding >= self.num_lanes:
+            self.is_busy = True
+            return None
+        first = free[0]
+        if len(free) > 1:
+            first = min(free, key=lambda lane: lane.first)
+            is_whole = len(first.demand.slots) == -(-num_rows // self.num_lanes)
+            if not is_whole or any(lane.first < first.last for lane in free if lane is not first):
+                return None
+        return first.demand
 
     def rows(
         self,
@@ -93,20 +114,24 @@ class Lanes:
             most = 0
         decodes = (is_decode & may_run).nonzero()[0][: min(most, row_limit)]
         if len(decodes) and num_decoding == len(slots) and not is_drafting:
-            lane = self._lane_of(service_order, slots[decodes], num_left[decodes])
+            lane = self._lane_of(service_order, slots[decodes], num_left[decodes], decodes)
             return lane, lane.slots, lane.num_wanted
         rows = np.concatenate([decodes, (is_prefill & may_run).nonzero()[0]])[:row_limit]
         return None, slots[rows], num_left[rows]
 
-    def _lane_of(self, service_order: ServiceOrder, slots: Indices, ones: Ints) -> SteadyDemand:
-        """The lane of these rows: the one that has them, or a new one in place of those that have some of them."""
+    def _lane_of(self, service_order: ServiceOrder, slots: Indices, ones: Ints, places: Indices) -> SteadyDemand:
+        """The lane of these rows: the one that has them, or a new one in place of those that have some of them.
+
+        `places` are the rows' in the service order.
+        """
         for lane in self._lanes:
-            if len(lane.slots) == len(slots) and np.array_equal(lane.slots, slots) and lane.num_plans > 0:
-                return lane
+            found = lane.demand
+            if len(found.slots) == len(slots) and np.array_equal(found.slots, slots) and found.num_plans > 0:
+                return found
         made = SteadyDemand.begin(service_order, self._table, ones, slots)
-        self._keep([lane for lane in self._lanes if not np.isin(lane.slots, slots).any()])
-        self._keep([*self._lanes, made])
+        others = [lane for lane in self._lanes if not np.isin(lane.demand.slots, slots).any()]
+        self._keep([*others, Lane(made, int(places[0]), int(places[-1]))])
         return made
 
-    def _keep(self, lanes: list[SteadyDemand]) -> None:
-        self._lanes, self._num_rows = lanes, sum(len(lane.slots) for lane in lanes)
+    def _keep(self, lanes: list[Lane]) -> None:
+        self._lanes, self._num_rows = lanes, sum(len(lane.demand.slots) for lane in lanes)

@@ -12,7 +12,7 @@ from dataclasses import field
 import numpy as np
 
 from ...runtime.message import message
-from ..messages import NO_INDICES, Bools, Drafts, Indices, Ints, PlanReport
+from ..messages import NO_INDICES, NO_INTS, Bools, Drafts, Indices, Ints, PlanReport
 from .admitter import Admitter
 from .lanes import Lanes
 from .lifecycle import SequenceLifecycle
@@ -81,6 +81,8 @@ class Planner:
         steady = self._same_again(flights, row_limit)
         if steady is not None and not has_waiting:
             return steady, None, self._most  # no prompt waits and no row drafts
+        if self._lanes is not None and self._lanes.is_busy and not has_waiting:
+            return TokenDemand.of(self._lifecycle.service_order, self._slots, NO_INDICES, NO_INTS), None, self._most
         slots, num_wanted = self._rows(flights, row_limit)
         budget = self._token_budget(slots, num_wanted)
         if has_waiting and self._admitter.admit(budget - int(num_wanted.sum()), row_limit, report):
@@ -117,6 +119,8 @@ class Planner:
         steady = self._same_again(flights, row_limit)
         if steady is not None:
             return steady.slots, steady.num_wanted
+        if self._lanes is not None and self._lanes.is_busy:
+            return NO_INDICES, NO_INTS
         service_order, table = self._lifecycle.service_order, self._slots
         slots = service_order.slots
         self._speculation.follow_order(service_order, table)

@@ -113,7 +113,7 @@ class Timed:
 
 
 def engine_with(
-    device: FreeDevice, num_sequences: int, steps_in_flight: int, *, has_cache: bool = False
+    device: FreeDevice, num_sequences: int, steps_in_flight: int, *, has_cache: bool = False, num_lanes: int = 1
 ) -> ScriptedEngine:
     """An engine on `device`, not started. Without a prefix cache, unless asked for."""
     config = EngineConfig(
@@ -122,6 +122,7 @@ def engine_with(
         max_num_batched_tokens=max(2048, num_sequences),
         num_gpu_blocks=num_sequences * (MAX_MODEL_LEN // 16),
         steps_in_flight=steps_in_flight,
+        pipeline_parallel_size=num_lanes,
         enable_prefix_caching=has_cache,
         max_admitted_requests=2 * num_sequences + 1,
         max_waiting_requests=2 * num_sequences + 1,
@@ -171,15 +172,21 @@ async def decode(engine: ScriptedEngine, num_sequences: int) -> list[asyncio.Tas
 
 
 async def host_cost(
-    num_sequences: int, seconds: float, *, has_cache: bool = False, clock: Callable[[], float] = time.perf_counter
+    num_sequences: int,
+    seconds: float,
+    *,
+    has_cache: bool = False,
+    num_lanes: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict[str, float]]:
     """Microseconds a step, by stage, with a device that takes no time: the median of windows of some steps each, and
-    the least, which on a machine with other work is the better guess."""
+    the least, which on a machine with other work is the better guess. A step has the rows of one lane."""
     windows: list[dict[str, float]] = []
     left_s = seconds
     while left_s > 0:  # a fast machine comes to the end of the answers: it begins again
         device = FreeDevice(num_sequences)
-        engine = engine_with(device, num_sequences, steps_in_flight=2, has_cache=has_cache)
+        sizes = {"steps_in_flight": 2, "num_lanes": num_lanes}
+        engine = engine_with(device, num_sequences, has_cache=has_cache, **sizes)
         clocks = await start_timed(engine, clock)
         tasks = await decode(engine, num_sequences)
         await asyncio.sleep(0.2)
@@ -288,6 +295,21 @@ async def end(engine: ScriptedEngine, tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks)
 
 
+def cost_of_lanes(seconds: float, num_rows: int = 256, num_rounds: int = 5) -> dict[str, float]:
+    """Microseconds of the loop's thread a step of `num_rows` rows: the least, of all rows and of one lane of two.
+
+    In turns, as a shared machine's speed changes.
+    """
+    least = {1: float("inf"), 2: float("inf")}
+    for _ in range(num_rounds):
+        for num_lanes in least:
+            cost = asyncio.run(
+                host_cost(num_lanes * num_rows, seconds / num_rounds, num_lanes=num_lanes, clock=time.thread_time)
+            )
+            least[num_lanes] = min(least[num_lanes], cost["all stages"]["least"])
+    return {"one lane": least[1], "two lanes": least[2], "ratio": round(least[2] / least[1], 3)}
+
+
 def measure(seconds: float) -> dict[str, Any]:
     """All figures."""
 
@@ -357,7 +379,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What the pipeline itself costs, without a model.")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--output", type=Path, help="write the figures here, as JSON")
+    parser.add_argument("--lanes", action="store_true", help="only: a step of one lane of two, and of all rows")
     options = parser.parse_args()
+    if options.lanes:
+        print(json.dumps(cost_of_lanes(options.seconds)))
+        return
     figures = measure(options.seconds)
     show(figures)
     if options.output is not None:

@@ -2,6 +2,7 @@
 
 The first failing seed is minimised: the clients and faults that are left are printed, with the command for them.
 
+With `--lanes 2 3 4` each seed with decoding rows dealt over these numbers of lanes, as by ranks of layers.
 With `--late 1 2 4` on an asynchronous device, each seed with each of these numbers of steps in flight. With `--fleet` a
 fleet of engine processes (`fleet.py`), without minimising; `--fleet --bugs` plants bugs and says which seeds find them.
 """
@@ -21,7 +22,7 @@ from itertools import product
 from tests.simulation.fleet import run_fleet_seed
 from tests.simulation.fleet_bugs import FLEET_BUGS, find_fleet_bug
 from tests.simulation.minimise import Part, minimise
-from tests.simulation.setups import FAULTS, SETTLE_FAULT, Setup, draw_setup, on_streams
+from tests.simulation.setups import FAULTS, SETTLE_FAULT, Setup, draw_setup, in_lanes, on_streams
 from tests.simulation.world import run_seed
 
 Change = Callable[[Setup], Setup]
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="this one only")
     parser.add_argument("--trace", action="store_true", help="print the set-up and the trace of --seed")
     parser.add_argument("--late", type=int, nargs="+", choices=(1, 2, 3, 4), help="steps in flight on a late device")
+    parser.add_argument("--lanes", type=int, nargs="+", help="of decoding rows, each in one step in flight")
     parser.add_argument("--clients", type=int, nargs="+", metavar="PLACE", help="of --seed, these clients only")
     parser.add_argument("--faults", nargs="+", metavar="NAME", help="of --seed, these faults only; none: none")
     parser.add_argument("--max-failures", type=int, default=5)
@@ -47,7 +49,9 @@ def main() -> int:
             return find_fleet_bugs(options.bugs or list(FLEET_BUGS), seeds)
         return run_fleets(seeds, options.max_failures, is_traced=options.trace)
 
-    changes: list[Change] = [partial(on_streams, steps_in_flight=count) for count in options.late or ()] or [_as_drawn]
+    changes: list[Change] = [partial(on_streams, steps_in_flight=count) for count in options.late or ()]
+    changes += [partial(in_lanes, num_lanes=count) for count in options.lanes or ()]
+    changes = changes or [_as_drawn]
     if options.seed is not None:
         changes = [partial(_part, change=change, clients=options.clients, faults=options.faults) for change in changes]
         return max(run_one(options.seed, options.trace, change) for change in changes)

@@ -136,6 +136,11 @@ def draw_setup(seed: int) -> Setup:
     )
 
 
+def in_lanes(setup: Setup, num_lanes: int) -> Setup:
+    """The same run with decoding rows in lanes, and one more step in flight than these."""
+    return replace(setup, config=replace(setup.config, pipeline_parallel_size=num_lanes, steps_in_flight=1))
+
+
 def on_streams(setup: Setup, steps_in_flight: int) -> Setup:
     """The same run on an asynchronous device with this many steps in flight, and drafts in some seeds."""
     has_drafts = setup.seed % 7 in (3, 5)

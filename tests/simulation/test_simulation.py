@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from millrace.stages.params import SamplingParams
 from millrace.stages.testing.scripted.script import Script
+from tests.counts import FULL
 from tests.simulation import background
 from tests.simulation.background import (
     FOUND_BY,
@@ -23,7 +25,8 @@ from tests.simulation.background import (
 )
 from tests.simulation.bugs import BUGS
 from tests.simulation.right_answers import right_answer
-from tests.simulation.setups import FAULTS
+from tests.simulation.setups import FAULTS, in_lanes
+from tests.simulation.world import run_seed
 
 pytestmark = [pytest.mark.simulation, pytest.mark.slow]
 
@@ -106,6 +109,14 @@ def test_a_seed_is_the_same_run_in_processes_of_other_hash_seeds() -> None:
         for hash_seed in ("1", "31337")
     ]
     assert hashes[0] == hashes[1] and len(set(hashes[0])) == 5
+
+
+@pytest.mark.parametrize("num_lanes", [2, 3, 4])
+def test_lanes_of_decoding_rows_keep_the_invariants(num_lanes: int) -> None:
+    """No channel holds more than its capacity, and no row is in two steps in flight that choose its token."""
+    seeds = range(300) if FULL else range(40 * num_lanes, 40 * num_lanes + 5)
+    for seed in seeds:
+        run_seed(seed, change=partial(in_lanes, num_lanes=num_lanes))
 
 
 # -- the oracle itself, on answers one can read

@@ -72,7 +72,7 @@ _SGLANG: Mapping[str, str] = {
     "--tp-size": "write --tensor-parallel-size N",
     "--dp": "write --data-parallel-size N",
     "--dp-size": "write --data-parallel-size N",
-    "--pp-size": "pipeline parallelism is not supported; write --tensor-parallel-size N",
+    "--pp-size": "write --pipeline-parallel-size N",
     "--ep-size": "experts are computed on one device; leave it out",
     "--mem-fraction-static": "write --gpu-memory-utilization X",
     "--context-length": "write --max-model-len N",

@@ -79,9 +79,7 @@ MODEL: Mapping[str, Row] = {
 DEVICE: Mapping[str, Row] = {
     "-tp": Renamed("--tensor-parallel-size"),
     "-dp": Renamed("--data-parallel-size"),
-    "--pipeline-parallel-size": SoAnyway(
-        "there is one stage of layers", ("1",), "pipeline parallelism is not supported; use --tensor-parallel-size"
-    ),
+    "-pp": Renamed("--pipeline-parallel-size"),
     "--distributed-executor-backend": Renamed("--executor", {"mp": "process", "uni": "auto"}),
     "--worker-use-ray": Switch(("--executor", "ray")),
     "--enable-expert-parallel": Unsupported("experts are computed on one device; leave it out"),
@@ -232,7 +230,6 @@ SERVER: Mapping[str, Row] = {
 
 ALIASES = {  # other names of flags, ours among them
     "-asc": "--api-server-count",
-    "-pp": "--pipeline-parallel-size",
     "-sc": "--speculative-config",
     "-O": "--compilation-config",
     "-cc": "--compilation-config",

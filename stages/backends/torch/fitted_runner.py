@@ -45,7 +45,9 @@ from ..memory_needs import (
 from ..rates import largest_grant, with_tables
 from ..recurrent_settings import num_snapshots
 from .kv_dtype import kv_dtype_of, kv_scales_of
+from .layer_leader import LastLayers
 from .leading import LeadingAdapters, LeadingDecoder
+from .pipeline_runner import PipelineRunner
 
 if TYPE_CHECKING:
     from ....model.fallback.transformers_decoder import TransformersDecoder  # which imports transformers
@@ -117,7 +119,7 @@ def make_runner(
     measure = partial(kv_scales_of, config, decoder)
     scales = measure() if leader is None or config.kv_cache_dtype != "fp8" else leader.measure_scales(measure)
     sizes = (shape, blocks, config.block_size)
-    make_cache = KVCache if leader is None else leader.make_cache
+    make_cache = decoder.leader.make_cache if isinstance(decoder, (LeadingDecoder, LastLayers)) else KVCache
     options: dict[str, Any] = {"is_block_major": is_block_major, "layout": layout}
     found = None if states is None else RecurrentStates(shape, states, decoder.dtype, decoder.device)
     if found is not None:
@@ -129,6 +131,8 @@ def make_runner(
     adapters = getattr(decoder, "adapters", None)  # none of a decoder through transformers
     if leader is not None and adapters is not None:
         adapters = LeadingAdapters(leader, adapters)
+    if isinstance(decoder, LastLayers):
+        return PipelineRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short, adapters)
     return ModelRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short, adapters, found)
 
 

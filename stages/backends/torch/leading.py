@@ -93,8 +93,7 @@ class RankLeader:
         """Gives each other rank its share of an adapter."""
         shares = [adapter_shard(adapter, self.whole, RankShare(rank, self.size)) for rank in range(1, self.size)]
         for place in sorted({place for share in shares for place in share.linears}):
-            parts = [AdapterPart(slot, adapter.name, adapter.dtype, *place, _slices(share, place)) for share in shares]
-            self.line.answers(self.line.send_each(parts, f"adapter {adapter.name}"))
+            self.line.answers(self.line.send_each(adapter_parts(slot, shares, place), f"adapter {adapter.name}"))
         self.line.ask(AdapterPart(slot, adapter.name, adapter.dtype), f"adapter {adapter.name}")
 
     def close(self) -> None:
@@ -119,9 +118,9 @@ class LeadingDecoder(Decoder):
             return super().logits(hidden, out)
 
     @torch.inference_mode()
-    def hidden(self, inputs: StepInputs[Tensor], cache: KVCache) -> Tensor:
+    def hidden(self, inputs: StepInputs[Tensor], cache: KVCache, entering: Tensor | None = None) -> Tensor:
         with self._step(inputs, has_logits=False):
-            return super().hidden(inputs, cache)
+            return super().hidden(inputs, cache, entering)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -188,6 +187,12 @@ def step_order(inputs: StepInputs[Tensor], has_logits: bool, adapters: Longs | N
     return StepOrder(
         **arrays, block_tables=changes, num_decode=inputs.num_decode, has_logits=has_logits, adapters=adapters
     )
+
+
+def adapter_parts(slot: int, shares: Sequence[Adapter], place: Any) -> list[AdapterPart]:
+    """The linear at `place` of each rank's share of an adapter."""
+    layer, linear = place
+    return [AdapterPart(slot, share.name, share.dtype, layer, linear, _slices(share, place)) for share in shares]
 
 
 def _slices(adapter: Adapter, place: Any) -> Sequence[tuple[int, Any, Any]]:

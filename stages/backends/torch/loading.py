@@ -22,6 +22,7 @@ from ....model.decoder.emulated_shards import emulated
 from ....model.decoder.lora_linear import LoraTable
 from ....model.decoder.lora_slots import LoraSlots
 from ....model.decoder.weights import DecoderWeights, load_weights
+from ....model.sharding.layer_split import split_layers
 from ....model.sharding.shard import RankShare, spec_of
 from ....model.spec import DecoderSpec
 from ....runtime.device_streams.interface import DeviceStreams
@@ -48,6 +49,8 @@ from ..weight_use import num_idle_weights, weight_use
 from ..weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_forms
 from .fitted_runner import backend_name, fit_runner, free_bytes, most_rows_of
 from .kv_dtype import check_kv_dtype
+from .layer_leader import LayerLeader
+from .leading import RankLeader
 from .ranks import StartingRanks, check_ranks, probe_ranks, ranks_not_started
 from .share import load_share, with_adapter_places
 from .tilings import log_products, tilings_of
@@ -57,6 +60,8 @@ if TYPE_CHECKING:
     from ..cuda.build import AsyncRuntime
 
     TorchDecoder = Decoder | TransformersDecoder
+
+Lead = Callable[..., RankLeader | LayerLeader]
 
 log = get_logger("millrace.stages")
 
@@ -79,7 +84,7 @@ def load_on_torch(
     _check_backend(config, device, kernels.name)
     if gaps := missing(shape, kernels.name):
         raise ConfigError(f"{shape.family}: attention_backend = {kernels.name} lacks {', '.join(gaps)}")
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         return _load_over_ranks(config, root, shape, max_model_len, phases, threads, device, kernels)
     if shape.recurrent_layers:
         config = _for_states(config, shape, device)
@@ -119,21 +124,31 @@ def _load_over_ranks(
 ) -> Backend:
     """As `load_on_torch`, with a share of the model here and the others on other ranks. Steps are waited for."""
     check_ranks(config, shape, device)
+    ranges = split_layers(shape, config.num_ranks) if config.pipeline_parallel_size > 1 else None
+    own = None if ranges is None else ranges[-1]
+    lead: Lead = RankLeader if ranges is None else partial(LayerLeader, ranges)
     _check_fit(config, shape, torch_dtype(config, shape.dtype), max_model_len, device, free_bytes(config, device))
     tilings = tilings_of(config, device, kernels.name)
     phases.progress.begin("read")
     with phases("weights"):
-        starting = StartingRanks(config, root, shape, device, threads)
+        starting = StartingRanks(config, root, shape, device, threads, ranges)
         try:
             rank0 = RankShare(0, config.tensor_parallel_size)
-            spec, parts, options = load_share(config, root, shape, rank0, device, kernels, phases.progress)
-            leader = starting.join()
+            spec, parts, options = load_share(config, root, shape, rank0, device, kernels, phases.progress, own)
+        except BaseException:
+            starting.close()
+            raise
+    phases.progress.begin("join")
+    with phases("ranks"):
+        try:
+            leader = starting.join(lead)
         except BaseException:
             starting.close()
             raise
     try:
         make_decoder = partial(leader.make_decoder, spec, *parts, tilings=tilings, **options)
-        backend = make_backend(config, spec, make_decoder, max_model_len, device, kernels, phases)
+        sized = spec if ranges is None else shape  # blocks are of all layers
+        backend = make_backend(config, sized, make_decoder, max_model_len, device, kernels, phases)
         log_products(tilings, backend.runner.decoder)
         if backend.rates is None:  # from which the time of a step is expected
             measure_token_s(backend.runner, config, backend.max_model_len, phases.clock)
@@ -147,7 +162,7 @@ def _load_over_ranks(
     return replace(
         backend,
         weights=_weight_use(shape, torch_dtype(config, shape.dtype)),
-        probe=probe_ranks(leader, backend.probe),
+        probe=probe_ranks(leader.line, backend.probe),
         watch=lambda call_back: leader.line.on_end.append(lambda cause: call_back()),
         prepare_adapter=None,  # each rank packs its own share
         close=leader.close,
@@ -282,10 +297,12 @@ def _check_fit(
     shards = [RankShare(rank, config.tensor_parallel_size) for rank in range(config.tensor_parallel_size)]
     shards = shards if device.type == "cpu" else shards[:1]
     weights, form = sum(bytes_kept(shape, lambda _: dtype.itemsize, shard) for shard in shards), name_of(dtype)
+    if config.pipeline_parallel_size > 1 and shape.head.is_tied:  # the first and the last rank have it
+        weights += shape.vocab_size * shape.hidden_size * dtype.itemsize
     of_rank = shape if config.tensor_parallel_size == 1 else spec_of(shape, shards[0])
     cached = len(shards) * of_rank.cached_numbers  # bytes of a token
     cached *= 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
-    by_block, runs_kinds = cached * config.block_size, Decoder.runs_kinds and config.tensor_parallel_size == 1
+    by_block, runs_kinds = cached * config.block_size, Decoder.runs_kinds and config.num_ranks == 1
     fit = WeightsFit(
         name="",
         device=str(device),

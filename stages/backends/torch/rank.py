@@ -23,6 +23,7 @@ from ....model.families.registry import read_spec
 from ....model.files import LinkedFolder
 from ....model.lora.adapter import Adapter, AdapterSlice
 from ....model.sharding.comm import Comm
+from ....model.sharding.layer_split import LayerRange
 from ....model.sharding.process_comm import ProcessComm
 from ....model.sharding.shard import RankShare
 from ....runtime.env import log as logs
@@ -45,10 +46,12 @@ from ...executor.orders import (
     RankSetup,
     SentTables,
     StepOrder,
+    WeightBytes,
 )
 from ..merged_adapters import merging_of
 from .fitted_runner import backend_name, free_bytes
 from .kv_dtype import kv_dtype_of, kv_scales_of
+from .layer_leader import HIDDEN, receive_hidden
 from .share import load_share
 from .tilings import tilings_of
 
@@ -63,6 +66,7 @@ class RankWorker:
         self._join_on: Callable[[], Comm] | None = None  # the same, on the rank's device
         self._device = torch.device("cpu")
         self._comm: Comm | None = None
+        self._layers: LayerRange | None = None  # of a rank of a pipeline
         self._make: Callable[..., Decoder] | None = None
         self._decoder: Decoder | None = None
         self._scales: torch.Tensor | None = None  # of an fp8 cache
@@ -99,7 +103,8 @@ class RankWorker:
                 return self._load(order)
             case MakeDecoder():
                 assert self._make is not None
-                self._decoder = self._make(max_positions=order.max_positions, comm=self._comm)
+                comm = self._comm if self._layers is None else None  # no layer is shared
+                self._decoder = self._make(max_positions=order.max_positions, comm=comm)
             case JoinRanks():
                 assert self._join_on is not None
                 self._comm = self._join_on()
@@ -113,6 +118,9 @@ class RankWorker:
             case MakeHostBlocks():
                 assert self._cache is not None
                 self._host_blocks = self._cache.make_host_blocks(order.num_blocks)
+            case WeightBytes():
+                assert self._decoder is not None
+                return self._decoder.weights_bytes()
             case FreeMemory():
                 assert self._decoder is not None
                 self._cache = None  # of a step that was measured
@@ -137,7 +145,8 @@ class RankWorker:
         root: Path = LinkedFolder(setup.root) if config.allow_links_outside else Path(setup.root)
         _, whole = open_source(root, read_spec(root), config.load_format, merging_of(config))
         kernels = kernel_set.load(backend_name(config, device, whole))
-        spec, parts, options = load_share(config, root, whole, shard, device, kernels)
+        self._layers = LayerRange(*setup.layers) if setup.layers else None
+        spec, parts, options = load_share(config, root, whole, shard, device, kernels, None, self._layers)
         tilings = tilings_of(config, device, kernels.name)
         self._make = partial(Decoder, spec, *parts, tilings=tilings, **options)
 
@@ -166,10 +175,22 @@ class RankWorker:
         }
         tables = torch.tensor(self._tables.apply(order.block_tables), device=decoder.device)
         inputs = StepInputs(**arrays, block_tables=tables, num_decode=order.num_decode)
-        if order.has_logits:
+        if self._layers is not None:
+            self._pass_on(decoder, inputs, cache, self._layers)
+        elif order.has_logits:
             decoder.forward(inputs, cache)
         else:
             decoder.hidden(inputs, cache)
+
+    def _pass_on(self, decoder: Decoder, inputs: StepInputs[Any], cache: KVCache, layers: LayerRange) -> None:
+        """Computes the rank's layers between those of the ranks before and behind it."""
+        comm = self._comm
+        assert comm is not None
+        entering = None if layers.is_first else receive_hidden(comm, decoder, len(inputs.input_ids))
+        hidden = decoder.hidden(inputs, cache, entering)
+        if layers.is_first:
+            comm.log.note(HIDDEN, hidden)
+        comm.send(hidden, (comm.rank + 1) % comm.size)
 
     def _logits(self, order: LogitsOrder) -> None:
         decoder = self._decoder

@@ -1,13 +1,17 @@
-"""Tensor parallel: starts the ranks beside this process's, rank 0, and leads them."""
+"""Tensor and pipeline parallel: starts the ranks beside this process's, rank 0, and joins them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from ....model.sharding.comm import Comm
+from ....model.sharding.layer_split import LayerRange, in_words, why_not_split
 from ....model.sharding.shard import why_not_cut
 from ....model.spec import DecoderSpec
 from ....runtime.env import log as logs
@@ -17,30 +21,41 @@ from ....runtime.processes.order_line import LineEnded, OrderLine
 from ....runtime.workers.thread_start import ThreadNotStarted
 from ...config import EngineConfig
 from ...errors import ConfigError
-from ...executor.executor import Executor
+from ...executor.executor import Executor, StartedRanks
 from ...executor.orders import CODEC, FirstSum, JoinRanks, RankSetup
 from ...executor.process_executor import ProcessExecutor
 from ...executor.thread_executor import ThreadExecutor
-from .leading import RankLeader
 from .rank import run_rank, sum_once
 
 RANK_MODULE = "millrace.stages.backends.torch.rank"
 FIRST_SUM_S = 120.0  # NCCL connects all GPUs in it
 
+Leader = TypeVar("Leader")
+
 log = get_logger("millrace.stages")
 
 
 class StartingRanks:
-    """The ranks beside rank 0, which load their shares of the model `whole`. Call `join` next, or `close`."""
+    """The ranks beside rank 0, which load their shares of the model `whole`. Call `join` next, or `close`.
+
+    `ranges`: the layers of the ranks of a pipeline, in order; the last are rank 0's. None: each has a share of all.
+    """
 
     def __init__(
-        self, config: EngineConfig, root: Path, whole: DecoderSpec, device: torch.device, threads: ComputeThreads
+        self,
+        config: EngineConfig,
+        root: Path,
+        whole: DecoderSpec,
+        device: torch.device,
+        threads: ComputeThreads,
+        ranges: Sequence[LayerRange] | None = None,
     ) -> None:
         """Raises `ConfigError`. Call `check_ranks` before."""
-        self._config, self._whole, self._device = config, whole, device
-        self._num_threads = max(1, threads.count // config.tensor_parallel_size)
+        self._config, self._whole, self._device, self._ranges = config, whole, device, ranges
+        self._size = config.num_ranks
+        self._num_threads = max(1, threads.count // self._size)
         try:
-            self._started = executor_of(config, self._num_threads).start_ranks(config.tensor_parallel_size)
+            self._started = executor_of(config, self._num_threads).start_ranks(self._size)
         except (OSError, ThreadNotStarted) as error:
             raise ranks_not_started(self._config, error) from None
         try:
@@ -62,9 +77,9 @@ class StartingRanks:
             self.close()
             raise ranks_not_started(self._config, error) from None
 
-    def join(self) -> RankLeader:
+    def join(self, make_leader: Callable[[OrderLine, StartedRanks, Comm, DecoderSpec], Leader]) -> Leader:
         """Waits until all have loaded, and joins their sums to this process's, rank 0. Raises `ConfigError`."""
-        line, started, size = self._line, self._started, self._config.tensor_parallel_size
+        line, started, size = self._line, self._started, self._size
         try:
             line.answers(self._loading)
             joining = line.send(JoinRanks(), "joining")
@@ -78,8 +93,10 @@ class StartingRanks:
         if self._device.type == "cpu":  # NOTE: NCCL comes back to the folder with its first sum
             started.unlink()
         threads = self._num_threads if self._device.type == "cpu" else None
-        log.info("ranks.started", size=size, executor=self._config.executor, device=str(self._device), threads=threads)
-        return RankLeader(line, started, comm, self._whole)
+        layers = None if self._ranges is None else in_words(self._ranges)
+        where = {"device": str(self._device), "threads": threads, "layers": layers}
+        log.info("ranks.started", size=size, executor=self._config.executor, **where)
+        return make_leader(line, started, comm, self._whole)
 
     def close(self) -> None:
         """Ends them."""
@@ -87,7 +104,7 @@ class StartingRanks:
         self._started.close()
 
     def _setups(self, root: Path) -> list[RankSetup]:
-        folder, size = self._started.folder, self._config.tensor_parallel_size
+        folder, size, ranges = self._started.folder, self._size, self._ranges
         return [
             RankSetup(
                 config=self._config,
@@ -98,6 +115,7 @@ class StartingRanks:
                 num_threads=self._num_threads,
                 folder=folder,
                 log=logs.settings() if folder else None,
+                layers=() if ranges is None else astuple(ranges[rank - 1]),
             )
             for rank in range(1, size)
         ]
@@ -105,16 +123,28 @@ class StartingRanks:
 
 def ranks_not_started(config: EngineConfig, error: Exception) -> ConfigError:
     """What a start raises for an error of the ranks."""
-    return ConfigError(f"tensor_parallel_size = {config.tensor_parallel_size}: the ranks did not start: {error}")
+    return ConfigError(f"{setting_of(config)}: the ranks did not start: {error}")
+
+
+def setting_of(config: EngineConfig) -> str:
+    """The setting that asks for ranks, with its value."""
+    if config.pipeline_parallel_size > 1:
+        return f"pipeline_parallel_size = {config.pipeline_parallel_size}"
+    return f"tensor_parallel_size = {config.tensor_parallel_size}"
 
 
 def check_ranks(config: EngineConfig, whole: DecoderSpec, device: torch.device) -> None:
     """Raises `ConfigError` where the model, the settings or the machine do not allow so many ranks."""
-    size = config.tensor_parallel_size
-    if (reason := why_not_cut(whole, size)) is not None:
-        raise ConfigError(f"tensor_parallel_size = {size}: {reason}")
+    size, setting = config.num_ranks, setting_of(config)
+    is_pipeline = config.pipeline_parallel_size > 1
+    if (reason := (why_not_split if is_pipeline else why_not_cut)(whole, size)) is not None:
+        raise ConfigError(f"{setting}: {reason}")
     if config.load_format == "stream" or "://" in str(config.model or ""):
-        raise ConfigError(f"tensor_parallel_size = {size}: each rank reads the files; download the model first")
+        raise ConfigError(f"{setting}: each rank reads the files; download the model first")
+    if is_pipeline and device.type == "cuda":
+        raise ConfigError(f"{setting}: ranks of layers run on CPUs; use device = cpu, or tensor_parallel_size")
+    if is_pipeline and config.kv_cache_dtype == "fp8":
+        raise ConfigError(f"{setting}: ranks of layers keep keys and values as dtype; use kv_cache_dtype = auto")
     if device.type == "cuda" and config.executor == "thread":
         raise ConfigError("executor = thread: its ranks share one device, a CPU; use process, or device = cpu")
     if device.type == "cuda":
@@ -136,11 +166,11 @@ def _device_of(first: torch.device, rank: int) -> str:
     return f"cuda:{(first.index or 0) + rank}" if first.type == "cuda" else "cpu"
 
 
-def probe_ranks(leader: RankLeader, own: Any) -> Any:
+def probe_ranks(line: OrderLine, own: Any) -> Any:
     """Finds out whether a rank is gone, and then what `own` finds out of this process's device."""
 
     def probe() -> None:
-        leader.line.check()
+        line.check()
         if own is not None:
             own()
 

@@ -12,6 +12,7 @@ from ....model.decoder.adapted_kernels import with_slots
 from ....model.decoder.lora_linear import LoraTable, with_adapters
 from ....model.decoder.lora_slots import LoraSlots
 from ....model.decoder.weights import DecoderWeights, load_weights
+from ....model.sharding.layer_split import LayerRange, spec_of_layers
 from ....model.sharding.shard import RankShare, spec_of
 from ....model.spec import DecoderSpec
 from ....runtime.startup.load_progress import LoadProgress
@@ -30,8 +31,12 @@ def load_share(
     device: torch.device,
     kernels: kernel_set.KernelSet,
     progress: LoadProgress | None = None,
+    layers: LayerRange | None = None,
 ) -> tuple[DecoderSpec, Parts, dict[str, Any]]:
-    """(spec, positional arguments behind it, keyword arguments) of the rank's `Decoder`. `whole` is of all ranks."""
+    """(spec, positional arguments behind it, keyword arguments) of the rank's `Decoder`. `whole` is of all ranks.
+
+    `layers`: those of the rank, which then has all of them.
+    """
     weights = load_weights(
         root,
         whole,
@@ -42,11 +47,12 @@ def load_share(
         is_batch_invariant=config.deterministic,
         stacks_experts=kernels.name == "triton",
         free_bytes=free_bytes(config, device)
-        // (shard.size if device.type == "cpu" else 1),  # ranks share the host's memory
+        // (shard.size if device.type == "cpu" and layers is None else 1),  # ranks share the host's memory
         change=merging_of(config),
-        shard=shard,
+        shard=shard if layers is None else None,
+        layers=layers,
     )
-    spec = spec_of(whole, shard)
+    spec = spec_of(whole, shard) if layers is None else spec_of_layers(whole, layers)
     return spec, *with_adapter_places(config, spec, weights, kernels, is_async=False)
 
 

@@ -70,8 +70,9 @@ class AsyncScriptedModel(ScriptedModel):
         num_steps: int,
         max_step_tokens: int,
         num_verified_tokens: int = 0,
+        num_lanes: int = 1,
     ) -> None:
-        super().__init__(num_blocks, block_size, num_slots, max_model_len, script, env, 0.0, num_host_blocks)
+        super().__init__(num_blocks, block_size, num_slots, max_model_len, script, env, 0.0, num_host_blocks, num_lanes)
         assert script.answer is None, "an asynchronous script has no answer"
         dice = env.random("streams")
         self._dice = env.random("attended")

@@ -62,6 +62,7 @@ class ScriptedModel:
         env: Env | None = None,
         step_s: float = 0.0,
         num_host_blocks: int = 0,
+        num_lanes: int = 1,
     ) -> None:
         self.step_s = step_s
         self.script = script or Script()
@@ -79,7 +80,7 @@ class ScriptedModel:
         self._host = np.full((num_host_blocks, block_size), EMPTY, np.int32)  # [H, B] token ids
         self._tables = np.zeros((num_slots, blocks_per_slot), np.int32)
         self._grant_checker = GrantChecker(
-            num_blocks, num_host_blocks, block_size, num_slots, blocks_per_slot, self.violations
+            num_blocks, num_host_blocks, block_size, num_slots, blocks_per_slot, self.violations, num_lanes
         )
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._known: list[Ints] = [np.zeros(0, np.int32)] * num_slots

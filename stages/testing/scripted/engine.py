@@ -290,7 +290,7 @@ def _model(config: EngineConfig, script: Script | None, env: Env | None, step_s:
     num_blocks, max_model_len = config.num_gpu_blocks, config.max_model_len
     assert num_blocks is not None and isinstance(max_model_len, int)
     sizes = (num_blocks, config.block_size, config.max_num_seqs, max_model_len)
-    return ScriptedModel(*sizes, script, env, step_s, config.num_cpu_blocks or 0)
+    return ScriptedModel(*sizes, script, env, step_s, config.num_cpu_blocks or 0, config.pipeline_parallel_size)
 
 
 def _device(model: ScriptedModel) -> Device:
@@ -308,6 +308,7 @@ def _async_model(config: EngineConfig, script: Script | None, env: Env | None) -
         num_steps=config.steps_in_flight,
         max_step_tokens=config.num_step_tokens,
         num_verified_tokens=config.num_verified_tokens,
+        num_lanes=config.pipeline_parallel_size,
     )
 
 

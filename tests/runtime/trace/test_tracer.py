@@ -336,6 +336,27 @@ def test_steady_decoding_writes_no_row_and_a_change_writes_only_itself():
     assert steps.tracer.read_all()["kind"].tolist()[-2:] == [EventKind.ROW_LEAVE, EventKind.STEP_DONE]
 
 
+def test_lanes_that_take_turns_give_each_row_the_tokens_of_its_own_steps():
+    steps, exact = Steps(), Steps()
+    steps.rows = StepRows(steps.tracer, 0, num_slots=8, num_lanes=2)
+    lanes = [np.array([0, 1, 2]), np.array([3, 4])]
+    steps.rows.step(1, np.arange(5), 70 + np.arange(5), np.zeros(5, np.int64), np.full(5, 9))
+    exact.step(1, *((slot, 70 + slot, 0, 9) for slot in range(5)), gives=tuple(range(70, 75)))
+    steps.tracer.emit(EventKind.STEP_DONE, 0, 1, 5)
+    num_short = 0
+    for step in range(2, 600):
+        slots = np.arange(5) if step == 300 else lanes[step % 2]
+        starts, ones = np.full(len(slots), 9 + step), np.ones(len(slots), np.int64)
+        is_short = steps.rows.go_on(step, slots, starts)
+        num_short += is_short
+        if not is_short:
+            steps.rows.step(step, slots, 70 + slots, starts, ones)
+        steps.tracer.emit(EventKind.STEP_DONE, 0, step, len(slots))
+        rows = [(slot, 70 + slot, 9 + step, 1) for slot in slots.tolist()]
+        exact.step(step, *rows, gives=tuple((70 + slots).tolist()))
+    assert num_short > 550 and steps.derived() == exact.derived() == exact.expected
+
+
 def test_a_slot_taken_by_another_sequence_is_noticed_if_the_number_of_rows_stays():
     steps = Steps()
     steps.step(1, (0, 70, 5, 1), (1, 71, 5, 1), gives=(70, 71))

@@ -22,6 +22,8 @@ from tests.stages.schedule.plans import request
 class NaiveLanes:
     """In place of a planner's `Lanes`: no lane is ever remembered."""
 
+    is_busy = False
+
     def __init__(self, num_lanes: int) -> None:
         self.num_lanes = num_lanes
 

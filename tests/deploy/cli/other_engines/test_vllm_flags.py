@@ -45,7 +45,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [  # arguments of vLLM -> the setti
     ("--guided-decoding-backend outlines", {}),
     ("-tp 2", {"tensor_parallel_size": 2}),
     ("--tensor_parallel_size=1", {"tensor_parallel_size": 1}),
-    ("-pp 1", {}),
+    ("-pp 2", {"pipeline_parallel_size": 2}),
     ("-dp 2", {"data_parallel_size": 2}),
     ("--distributed-executor-backend mp", {"executor": "process"}),
     ("--distributed-executor-backend ray", {"executor": "ray"}),
@@ -115,7 +115,6 @@ REFUSED = [  # arguments -> what is told
     ('--hf-overrides {"a":1}', "change it in a copy of the checkpoint's folder"),
     ("--rope-scaling {}", "change it in a copy of the checkpoint's folder"),
     ('--kv-transfer-config {"kv_connector":"NixlConnector"}', "blocks do not travel between servers"),
-    ("-pp 2", "--pipeline-parallel-size 2: pipeline parallelism is not supported; use --tensor-parallel-size"),
     ("--cpu-offload-gb 4", "--cpu-offload-gb 4: all weights stay on the device"),
     ('--speculative-config {"method":"eagle3"}', "method eagle3 is not supported: only n-gram drafts are"),
     (

@@ -45,7 +45,7 @@ class ChaosOptions:
     plan: Plan
     num_clients: int = 32
     rate: float = 8.0  # requests a second
-    num_cases: int = 48
+    num_cases: int = 24
     has_reference: bool = True
 
 

@@ -51,6 +51,7 @@ CODES: dict[str, tuple[int, str]] = {
     "response_not_found": (404, "NotFoundError"),
     "no_flight_recorder": (409, "ConflictError"),
     "no_profiler": (409, "ConflictError"),
+    "idempotency_key_reused": (409, "ConflictError"),
     "profiler_busy": (409, "ConflictError"),
     "profiler_idle": (409, "ConflictError"),
     "method_not_allowed": (405, "MethodNotAllowedError"),

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 FORMS = ("application/x-www-form-urlencoded", "application/octet-stream")  # of `curl -d`, and of no type at all
 _FROM_BROWSERS = frozenset({"Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Mode"})
+BODY = web.RequestKey("body", bytes)  # set where it was read before its handler asks for it
 MAX_CHUNKS = 16_384  # of a chunked body; each costs microseconds, even if it is one byte
 
 
@@ -51,6 +52,20 @@ async def _read_bytes(request: web.Request, config: ServerConfig, takes_forms: b
         raise ApiError("unsupported_media_type", "the body must be sent without Content-Encoding")
     if (request.content_length or 0) > config.max_body_bytes:
         raise too_large(config.max_body_bytes)
+    return request[BODY] if BODY in request else await _read_in_time(request, config)
+
+
+async def read_ahead(request: web.Request, config: ServerConfig) -> bytes:
+    """Reads the bytes of a body before its handler does, which gets them then.
+
+    `ApiError` 400, 408 or 413.
+    """
+    if BODY not in request:
+        request[BODY] = await _read_in_time(request, config)
+    return request[BODY]
+
+
+async def _read_in_time(request: web.Request, config: ServerConfig) -> bytes:
     try:
         async with asyncio.timeout(config.body_timeout_s):
             return await _read_all(request, config.max_body_bytes)

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 from aiohttp import HttpVersion11, web
 
+from .answer_record import RECORD, AnswerRecord
 from .connections import Connection
 
 DONE = b"[DONE]"  # the data of a stream's last event
@@ -134,6 +135,35 @@ class EventStream:
         self._timer = loop.call_later(self._stalled_reader_s / 8, self._watch)
 
 
+class RecordedStream(EventStream):
+    """An event stream into a record instead of a connection. It never waits."""
+
+    def __init__(self, request: web.Request, record: AnswerRecord, headers: Mapping[str, str]) -> None:
+        super().__init__(request, 1.0, headers)
+        self._record, self._headers = record, headers
+
+    async def __aenter__(self) -> EventStream:
+        self._record.begin(200, self._headers, is_stream=True)
+        return self
+
+    async def write(self, events: bytes) -> None:
+        self._record.add(events)
+
+    async def finish(self) -> web.StreamResponse:
+        self._record.end()
+        return self._response
+
+
+def event_stream(
+    request: web.Request, stalled_reader_s: float, headers: Mapping[str, str], ping_interval_s: float = 0.0
+) -> EventStream:
+    """The stream that answers a request: to its client, or into the record that it has."""
+    record = request.get(RECORD)
+    if record is not None:
+        return RecordedStream(request, record, headers)
+    return EventStream(request, stalled_reader_s, headers, ping_interval_s)
+
+
 def _framed(bodies: Iterable[bytes]) -> bytes:
     return b"data: %b\n\n" % b"\n\ndata: ".join(bodies)
 
@@ -161,7 +191,7 @@ async def stream_framed(
     """
     async with aclosing(events):
         first = await anext(events, b"")
-        stream = EventStream(request, stalled_reader_s, headers)
+        stream = event_stream(request, stalled_reader_s, headers)
         try:
             async with stream:
                 await stream.write(first)

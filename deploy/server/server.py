@@ -27,6 +27,7 @@ from ..metrics.metrics import Metrics
 from ..metrics.otel_environment import TraceExport
 from ..metrics.otlp_export import OtlpExporter
 from ..openapi.document_routes import DocumentRoutes
+from .kept_answers import KeptAnswers
 from .middleware import NO_KEYS, add_headers, check_keys, identify, take_in
 from .request_log import RequestLog
 from .routes import Routes
@@ -86,6 +87,7 @@ class Server:
         if fronts is not None:
             fronts.attach(self.service, self.metrics)
         self._routes = Routes(self.service, self.metrics, self._threads)
+        self._kept_answers = KeptAnswers(self.service)
         self._sockets = self._routes.sockets
         self._inspect_routes = InspectRoutes(self.service, self._threads)
         self._admin = AdminRoutes(self.service, self._threads)
@@ -192,9 +194,11 @@ class Server:
         ]
         if self._fronts is not None:
             middlewares.append(self._fronts.middleware())
+        middlewares.append(self._kept_answers.middleware(routes.new_work - routes.open_ended))
         app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
         app.on_response_prepare.append(add_headers(self.service, gate))
         app.on_shutdown.append(routes.stop)
+        app.on_shutdown.append(self._kept_answers.stop)
         table = routes.table() + inside.table() + admin.table() + docs.table()
         app.add_routes(table)
         if root := self.config.root_path:  # NOTE: both forms, as some proxies strip the prefix and some do not

@@ -8,7 +8,7 @@ import orjson
 from aiohttp import web
 
 from ...http.request_context import ERROR_BODY
-from ...http.sse import DONE, EventStream
+from ...http.sse import DONE, event_stream
 from ..service import Service
 from .answers import AnswerBuilder
 from .chunks import ChunkIterator
@@ -27,7 +27,7 @@ async def stream_answer(
     config = service.config
     first = asyncio.ensure_future(anext(chunks))
     headers = ignored_headers(order.ignored)
-    stream = EventStream(request, config.stalled_reader_s, headers, config.sse_ping_interval_s)
+    stream = event_stream(request, config.stalled_reader_s, headers, config.sse_ping_interval_s)
     try:
         await asyncio.wait((first,), timeout=config.sse_ping_interval_s or None)
         if first.done():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -20,6 +20,15 @@ TRACE = web.RequestKey("trace", TraceContext)
 
 MAX_ID_CHARS = 128  # of an id that a client sets
 MAX_SESSION_CHARS = 512  # of a session's name
+
+
+class Attempted(Protocol):
+    """What becomes of a request in the engines."""
+
+    num_attempts: int  # times that it was sent to an engine of several, so far
+
+
+ATTEMPTED: web.RequestKey[Attempted] = web.RequestKey("attempted")
 
 _ID_PATTERN = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_ID_CHARS}}}")
 

@@ -126,7 +126,7 @@ def _responses(operation: Operation, has_keys: bool) -> dict[str, Any]:
     if operation.links:
         responses["200"]["links"] = {name: dict(link) for name, link in operation.links.items()}
     if operation.body is not None:
-        responses["200"]["headers"] |= _IGNORED_FIELDS
+        responses["200"]["headers"] |= _IGNORED_FIELDS | _ATTEMPTS
     for status, codes in operation.codes_by_status(has_keys).items():
         error = _response("One of: " + ", ".join(codes), (Content(operation.error),), operation)
         if status in (429, 503):
@@ -183,6 +183,12 @@ def _content(content: Content, operation: Operation) -> Schema:
 _ALWAYS: Schema = {"X-Request-Id": {"description": "The id of the request", "schema": {"type": "string"}}}
 _IGNORED_FIELDS: Schema = {
     "X-Ignored-Fields": {"description": "Names of unknown fields, which are ignored", "schema": {"type": "string"}}
+}
+_ATTEMPTS: Schema = {
+    "X-Millrace-Attempts": {
+        "description": "How often the request was sent to an engine, until these headers were; with several engines",
+        "schema": {"type": "integer", "minimum": 1},
+    }
 }
 _RETRY_AFTER: Schema = {
     "Retry-After": {"description": "Seconds to wait before a retry", "schema": {"type": "integer", "minimum": 1}},

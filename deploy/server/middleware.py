@@ -19,7 +19,7 @@ from ..errors import ApiError, describe, not_serving, shorten, unforeseen
 from ..http.api_keys import ApiKeys
 from ..http.connections import error_response
 from ..http.origin_check import OriginCheck
-from ..http.request_context import ERROR_BODY, OWNER, REQUEST_ID, TRACE, checked_request_id
+from ..http.request_context import ATTEMPTED, ERROR_BODY, OWNER, REQUEST_ID, TRACE, checked_request_id
 from ..http.trace_context import CURRENT, read_traceparent
 
 NO_KEYS = ApiKeys(())
@@ -145,6 +145,8 @@ def add_headers(service: Service, gate: OriginCheck) -> Callable[[web.Request, w
     async def add(request: web.Request, response: web.StreamResponse) -> None:
         if REQUEST_ID in request:
             response.headers["X-Request-Id"] = request[REQUEST_ID]
+        if ATTEMPTED in request and (attempts := request[ATTEMPTED].num_attempts):
+            response.headers["X-Millrace-Attempts"] = str(attempts)
         if service.is_traced and TRACE in request:
             response.headers["traceresponse"] = request[TRACE].header
         response.headers["X-Content-Type-Options"] = "nosniff"

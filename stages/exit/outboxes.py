@@ -92,6 +92,11 @@ class Outboxes(Exit[RequestOutbox]):
             self._queue_timers[outbox.request_id] = loop.call_later(self.max_queue_s, self._end_if_queued, outbox)
         return outbox
 
+    def note_attempt(self, request_id: str) -> None:
+        """The request is sent to an engine of several, for the first time or again."""
+        if (outbox := self.live.get(request_id)) is not None:
+            outbox.num_attempts += 1
+
     def end(self, request_id: str, cause: str, error: BaseException | None = None) -> bool:
         outbox = self.live.get(request_id)
         if cause == "deadline" and outbox is not None and error is None:

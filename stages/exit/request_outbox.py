@@ -39,6 +39,7 @@ class RequestOutbox:
         self.error: RequestError | None = None
         self.wakeup = wakeup  # wakes the reader; a reader that polls instead of iterating awaits it
         self.times = RequestTimes(request.arrival_s)
+        self.num_attempts = 0  # times that it was sent to an engine of several, so far
         self.on_read: Callable[[RequestOutbox], None] | None = None  # called at each read, if set
         self._is_over = False  # the reader has seen the end
 

@@ -67,7 +67,10 @@ class Departures:
             if departure.moves and self._cores.serving():
                 break
             await self._env.sleep(LOOK_S)
-        await self._part(core)
+        try:
+            await self._part(core)
+        except Exception as error:  # a bug here: the place would be lost
+            log.error("engine_process.not_parted", engine=core.index, error=type(error).__name__, exc_info=error)
         self._departures.pop(core.index, None)
         self._on_parted(core)
 
@@ -79,7 +82,9 @@ class Departures:
         if keeper is not None:
             await keeper.stop()
         if core.client is not None:
-            await core.client.stop(0.0 if num_moved else STOP_S)
+            if num_moved:
+                core.client.cut()  # at once: they wait
+            await core.client.stop(STOP_S)
             core.client = None
         core.requests.hold(lambda prompt: False)  # what is kept for it goes to another one
         core.requests.release()

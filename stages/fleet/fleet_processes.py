@@ -28,7 +28,7 @@ from ..outputs import ModelInfo
 from ..pipeline import TO_CORES, build_fleet_pipeline
 from ..routing.engine_load import EngineLoad
 from ..routing.reports import KeyChange
-from ..split.engine_core import CoreOwner, EngineCore
+from ..split.engine_core import STOP_S, CoreOwner, EngineCore
 from ..split.front import CORE, FrontStages
 from ..split.process_client import EngineClient
 from ..split.processes import STALL_S, Gone, StartAgain
@@ -123,7 +123,8 @@ class FleetProcesses:
             await asyncio.wait([by_index[index]])
             core = self.cores[index]
             if core.client is not None:
-                await core.client.stop(0.0)
+                core.client.cut()
+                await core.client.stop(STOP_S)
             core.client = core.ready = None
         return list(ready.values())
 
@@ -160,6 +161,7 @@ class FleetProcesses:
         self._front = FleetStages(*made, self.router.note_answer)
         self.router.open(loaded.info.block_size, has_prefixes=self._setup.config.enable_prefix_caching)
         self._front.intake.admission.ask_queues = self._queues
+        self.table.on_attempt = self._front.exit.note_attempt
         return self._front
 
     def _queues(self, num_admitted: int, max_waiting: int) -> EngineQueues | None:
@@ -259,8 +261,8 @@ class FleetProcesses:
             if core.ready is None or any(getattr(core.ready.info, name) != getattr(info, name) for name in SAME):
                 raise ConfigError("the engine process runs the model otherwise than the others")
         except ConfigError:
-            client.kill()
-            await client.stop(0.0)
+            client.cut()
+            await client.stop(STOP_S)
             raise
         return client
 

@@ -47,6 +47,7 @@ class FleetRequests(InflightRequests):
     def __init__(self, num_cores: int) -> None:
         super().__init__()
         self._work = [CoreWork() for _ in range(num_cores)]  # by core
+        self.on_attempt: Callable[[str], object] = str  # called with each request that is sent to a process, or again
         self._blamed: dict[int, list[tuple[InflightRequest, int, int]]] = {}  # by core: what its last death added
 
     def sent(self, request: TokenRequest, core: int | None = 0) -> None:
@@ -58,6 +59,8 @@ class FleetRequests(InflightRequests):
         if before is not None and before != core:
             self._work[before].drop(request.request_id)
         if core is not None:
+            if before != core:
+                self.on_attempt(request.request_id)
             work = self._work[core]
             of_one = request.generated is None and len(live.prompts) == 1
             work.set(request.request_id, work_of(request) if of_one else sum(map(work_of, live.prompts)))

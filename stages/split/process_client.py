@@ -150,6 +150,13 @@ class EngineClient:
         if self._child is not None:
             self._child.kill()
 
+    def cut(self) -> None:
+        """Closes the link, by plan, and ends the process: nothing of it comes any more. Call `stop` afterwards."""
+        self._is_stopping = True
+        if self._link is not None:
+            self._link.close()  # first: so an engine elsewhere is not taken for stuck
+        self.kill()
+
     async def stop(self, timeout_s: float) -> None:
         """Asks the process to end, and kills it after `timeout_s`. Idempotent, also after its death."""
         self._is_stopping = True

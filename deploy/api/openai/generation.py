@@ -19,7 +19,7 @@ from ....runtime.env.log import get_logger
 from ....stages.messages import Prompt, Request
 from ...errors import ApiError, wrong_field
 from ...http.body_reader import read
-from ...http.request_context import OWNER, REQUEST_ID, checked_request_id, session_of
+from ...http.request_context import ATTEMPTED, OWNER, REQUEST_ID, checked_request_id, session_of
 from ..schema.metadata import metadata_pairs
 from ..schema.processors import FIELD, NOT_IN_BEAMS, asked_processors
 from ..schema.validation import read_body
@@ -84,7 +84,7 @@ class Generation:
         answer_id = self.service.open(shape.PREFIX, request[REQUEST_ID], request[OWNER], session=session_of(request))
         cause = "disconnect"  # if no exception below sets another: the handler is cancelled when its client disconnects
         try:
-            outbox = await self.submit(answer_id, order, time_limit_s(request, order.body))
+            outbox = request[ATTEMPTED] = await self.submit(answer_id, order, time_limit_s(request, order.body))
             if make_answer is None:
                 answer = self.answer(shape, answer_id, order, outbox)
             else:

@@ -83,6 +83,9 @@ class ScriptedPeer:
     def __init__(self, machines: ScriptedMachines, name: str) -> None:
         self._machines, self.name = machines, name
 
+    def note_stuck(self) -> None:
+        raise AssertionError(f"{self.name} is not stuck")
+
     async def connect(self) -> SocketTransport:
         server = self._machines.servers.get(self.name)
         if server is None or server.state != "ready":

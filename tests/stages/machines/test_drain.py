@@ -23,21 +23,29 @@ PROMPTS = ["Zoe and 1", "Tom", "The sea is", "One", "I"]
 A, B = FixedAddress("a", ("a", 1)), FixedAddress("b", ("b", 1))
 
 
+async def start_slow(machines: ScriptedMachines, name: str) -> None:
+    """Starts an engine that has not answered when a test goes on."""
+    quick_s, machines.step_s = machines.step_s, 0.2
+    await machines.start(name)
+    machines.step_s = quick_s
+
+
 def deaths(engine: Engine) -> int:
     return sum(one["num_deaths"] for one in engine.engines)
 
 
 @with_machines
 async def test_migrated_requests_go_on_elsewhere_at_once_and_it_is_no_death(machines: ScriptedMachines) -> None:
-    await machines.start("a", "b")
+    await start_slow(machines, "a")
+    await machines.start("b")
     first, second = machines.servers.values()
     async with machines.front(A, B) as engine, machines.front(B, A) as other:
         both = list(zip(itertools.cycle([engine, other]), PROMPTS * 2, strict=False))
         streams = [asyncio.ensure_future(answer(one, prompt, LONG)) for one, prompt in both]
-        await until(lambda: first.num_live + second.num_live == len(both) and first.num_live > 1)
+        await until(lambda: first.num_live > 1)
         await until(lambda: first.report().core.scheduler.num_running > 1)
         assert await first.drain(60.0, "migrate")
-        assert first.num_live == 0 and not all(stream.done() for stream in streams)
+        assert first.num_live == 0
         await machines.stop("a")
         assert await asyncio.gather(*streams) == [expected(prompt, LONG) for _, prompt in both]
         assert deaths(engine) == deaths(other) == 0
@@ -74,7 +82,7 @@ async def test_a_draining_engine_takes_no_request_after_one_round_trip(machines:
 
 @with_machines
 async def test_the_last_engine_keeps_its_requests_until_another_one_is_there(machines: ScriptedMachines) -> None:
-    await machines.start("a")
+    await start_slow(machines, "a")
     first = machines.servers["a:1"]
     async with machines.front(A, B) as engine:
         streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in PROMPTS]
@@ -83,14 +91,15 @@ async def test_the_last_engine_keeps_its_requests_until_another_one_is_there(mac
         await until(lambda: engine.health.state == "loading")
         assert "take no new requests" in (engine.health.reason or "") and first.num_live
         await machines.start("b")
-        assert await draining and not all(stream.done() for stream in streams)
+        outboxes = list(engine.core.front.exit.live.values())  # type: ignore[attr-defined]
+        assert await draining
         assert await asyncio.gather(*streams) == [expected(prompt, LONG) for prompt in PROMPTS]
-        assert deaths(engine) == 0
+        assert deaths(engine) == 0 and [outbox.num_attempts for outbox in outboxes] == [2] * len(PROMPTS)
 
 
 @with_machines
 async def test_requests_left_at_the_limit_of_a_drain_go_on_where_there_is_an_engine(machines: ScriptedMachines) -> None:
-    await machines.start("a")
+    await start_slow(machines, "a")
     first = machines.servers["a:1"]
     async with machines.front(A, B) as engine:
         streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in PROMPTS]

@@ -114,6 +114,7 @@ def test_a_route_answers_through_an_engine_and_both_end_on_sigterm(key: Path, en
         assert listening_ports(server.process.pid) == {server.address[1]}
         first = text_of(server, 0)
         assert first and text_of(server, 0) == first
+        assert server.post(TEXT, asked(0, 4)).headers["x-millrace-attempts"] == "1"
         at_rest = {"status": "ready", "fronts": 1, "requests": 0}
         until(lambda: json.loads(engine.page("/health")[1]) == at_rest)
         assert engine.page("/health")[0] == 200
@@ -161,6 +162,28 @@ def test_engines_and_fronts_may_be_killed_in_turns_and_streams_lose_nothing(key:
                 again.wait_until_ready()
                 until(lambda: json.loads(again.page("/health")[1])["fronts"] == 1)
                 assert [text_of(stays, number, 400) for number in range(8)] == due
+
+
+@pytest.mark.skipif(not IS_FULL, reason="MILLRACE_FULL")
+def test_an_engine_in_a_file_is_drained_by_its_address_and_its_streams_go_on(key: Path, tmp_path: Path) -> None:
+    named, admin = tmp_path / "engines", {"Authorization": "Bearer admin"}
+    with EngineCommand(key) as a, EngineCommand(key) as b, ThreadPoolExecutor(8) as pool:
+        a.wait_until_ready()
+        b.wait_until_ready()
+        named.write_text(f"{a.address}\n")
+        flags = ["--port", "0", "--admin-key", "admin", "--engine", f"file:{named}", "--fleet-key-file", str(key)]
+        with RunningServer(command=[*MILLRACE, "route", *flags]) as server:
+            due = list(pool.map(lambda number: text_of(server, number, 200), range(4)))
+            ours = [pool.submit(text_of, server, number, 200) for number in range(4)]
+            until(lambda: json.loads(a.page("/health")[1])["requests"] == 4)
+            answer = server.get(f"/admin/engines/{a.address}/drain?by=migrate", admin, "POST")
+            assert (answer.status, answer.json["state"], answer.json["address"]) == (200, "draining", a.address)
+            until(lambda: server.get("/health/ready").status == 503)
+            (tmp_path / "new").write_text(f"{b.address}\n")
+            (tmp_path / "new").rename(named)
+            assert a.process.wait(60.0) == 0
+            assert [one.result() for one in ours] == due
+            assert server.get("/health/ready").json == {"status": "ready"}
 
 
 @pytest.mark.skipif(not IS_FULL, reason="MILLRACE_FULL")

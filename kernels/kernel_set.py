@@ -31,6 +31,7 @@ from .layout.products import FewRows as FewRows
 from .layout.products import RowNorm as RowNorm
 from .layout.work_lists import AttentionPlan, AttentionShape
 from .reference import kernel_set as torch_kernels
+from .reference.recurrent import SequenceRows
 
 BackendName = Literal["torch", "triton"]
 
@@ -92,6 +93,17 @@ def load_experts(name: BackendName) -> ExpertKernels:
 
         return experts
     from .triton.experts import launches
+
+    return launches
+
+
+def load_recurrent(name: BackendName) -> RecurrentKernels:
+    """The kernels of recurrent layers of that backend. `load` checks whether they can run here."""
+    if name == "torch":
+        from .reference import recurrent
+
+        return recurrent
+    from .triton.recurrent import launches
 
     return launches
 
@@ -516,4 +528,49 @@ class ExpertKernels(Protocol):
         number on the host, and does not let a row's bits depend on the others with `is_batch_invariant`.
 
         Returns [T, K] f32.
+        """
+
+
+class RecurrentKernels(Protocol):
+    """The kernels of recurrent layers, over states by slot, which they change in place.
+
+    A sequence that begins with its first token reads zeros, whatever its slot holds. One without tokens in the step
+    leaves its slot alone, or with zeros.
+    """
+
+    def causal_conv(self, x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None, step: SequenceRows) -> Tensor:
+        """A convolution over the last W tokens, each channel for itself.
+
+        x        [T, C]             the step's tokens; contiguous in C
+        tails    [slots, W - 1, C]  the tokens before, by slot, oldest first; replaced by those before the next step
+        weight   [C, W]             the newest token's is the last
+        bias     [C] or None
+
+        Returns [T, C] f32.
+        """
+
+    def recur(
+        self,
+        states: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        beta: Tensor | None,
+        step: SequenceRows,
+    ) -> Tensor:
+        """A linear recurrence with a matrix as its state, for each head.
+
+        H heads of values in groups over G heads of keys. For each token, with its own numbers:
+        state = exp(log_decay) * state + outer(k, u); out = q @ state.
+        u = v, as in Mamba-2; with `beta`, u = beta * (v - k @ state), the delta rule, where the state has decayed
+        already.
+
+        states     [slots, H, K, V]  f32, replaced by those after the step
+        q, k       [T, G, K]         f32
+        v          [T, H, V]         f32
+        log_decay  [T, H]            f32, at most 0
+        beta       [T, H] or None    f32
+
+        Returns [T, H, V] f32.
         """

@@ -14,7 +14,8 @@ It checks:
 - room on a multiprocessor for all programs that are launched for it;
 - on sm_90, warpgroup matrix instructions in the extend kernel.
 
-It does not measure speed. `compile_cases.py`, `lora_cases.py` and `expert_cases.py` list the launches.
+It does not measure speed. `compile_cases.py` lists the launches, with `lora_cases.py`, `expert_cases.py` and
+`recurrent_cases.py`.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -48,6 +49,7 @@ from .compile_cases import NUM_PROCESSORS, TYPE_NAMES, CompileCase, StackBound, 
 from .expert_cases import expert_cases
 from .listings import num_buffers, spills_in_loops, waits_in_loops
 from .lora_cases import lora_cases
+from .recurrent_cases import recurrent_cases
 
 SHARED_BYTES = {arch: block_bytes(arch) for arch in (80, 86, 90)}  # most of a block
 MIN_AHEAD = 2  # groups of copies that a loop leaves in flight: a tile of keys, and one of values
@@ -254,7 +256,7 @@ def main() -> int:
     num_problems = num_launches = 0
     for arch in options.arch or (90, 80):
         cases = all_cases(arch, head_dims, dtypes) + [
-            case for dtype in dtypes for case in (*lora_cases(dtype), *expert_cases(dtype))
+            case for dtype in dtypes for case in (*lora_cases(dtype), *expert_cases(dtype), *recurrent_cases(dtype))
         ]
         for case in cases:
             for report in check(case, arch) if re.search(options.only, case.name) else []:

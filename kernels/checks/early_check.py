@@ -31,6 +31,7 @@ from .compile_check import Launch, compiled, of_cubin, recorded_launches
 from .expert_cases import expert_cases
 from .lora_cases import lora_cases
 from .product_cases import product_cases
+from .recurrent_cases import recurrent_cases
 
 EARLY_ARCH = 90
 EARLY_TENSORS = {"vector_kernel": {"weight"}, "split_kernel": {"weight"}}  # by kernel: what no launch ever writes
@@ -222,7 +223,7 @@ def early_cases() -> list[CompileCase]:
     dtype = torch.bfloat16
     cases = [*layer_cases(dtype), *other_layer_cases(dtype), *prologue_cases(EARLY_ARCH, 128, dtype), *step_cases()]
     cases += [*attention_cases(128, dtype), *folded_cases(128, dtype), *sampling_cases(dtype)]
-    cases += expert_cases(dtype, ["OLMoE", "gpt-oss"], tokens=(1, 2048))
+    cases += expert_cases(dtype, ["OLMoE", "gpt-oss"], tokens=(1, 2048)) + recurrent_cases(dtype)
     return [*cases, *product_cases(), *lora_cases(dtype, tokens=(64, 2048), ranks=(16,))]
 
 

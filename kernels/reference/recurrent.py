@@ -7,17 +7,35 @@ prompt is cut into steps and whatever else is in a step. States are f32, and are
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class SequenceRows:
     """Where the T new tokens of S sequences lie in a step, and which slot holds each sequence's state.
 
-    Made once a step, for all layers. `by_time` orders the tokens by their place in their sequence, longest sequence
+    Of sequence s, tokens [query_starts[s], query_starts[s + 1]). Made once a step, for all layers.
+    """
+
+    slots: Tensor  # [S] i64
+    query_starts: Tensor  # [S + 1]
+    lengths: Tensor  # [S] tokens, earlier ones included
+
+    @cached_property
+    def ordered(self) -> OrderedRows:
+        """The same by time. Reads numbers on the host."""
+        return OrderedRows.of(self.slots, self.query_starts, self.lengths)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OrderedRows:
+    """The tokens of a step by their place in their sequence.
+
+    `by_time` orders the tokens by their place in their sequence, longest sequence
     first; `actives[t]` sequences have more than t tokens, so the tokens of time t are adjacent there.
     """
 
@@ -30,8 +48,8 @@ class SequenceRows:
     ends: Tensor  # [S] i64: behind the last token of each of the step's sequences
 
     @classmethod
-    def of(cls, slots: Tensor, query_starts: Tensor, lengths: Tensor) -> SequenceRows:
-        """Of sequence s, tokens [query_starts[s], query_starts[s + 1]); `lengths` [S] count earlier tokens as well."""
+    def of(cls, slots: Tensor, query_starts: Tensor, lengths: Tensor) -> OrderedRows:
+        """See `SequenceRows`."""
         starts, ends = query_starts[:-1].long(), query_starts[1:].long()
         counts = ends - starts
         order = torch.argsort(counts, descending=True, stable=True)
@@ -51,16 +69,9 @@ class SequenceRows:
         return found
 
 
-def causal_conv(x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None, rows: SequenceRows) -> Tensor:
-    """A convolution over the last W tokens, each channel for itself.
-
-    x        [T, C]             the step's tokens
-    tails    [slots, W - 1, C]  the tokens before, by slot, oldest first; replaced by those before the next step
-    weight   [C, W]             the newest token's is the last
-    bias     [C] or None
-
-    Returns [T, C] f32.
-    """
+def causal_conv(x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None, step: SequenceRows) -> Tensor:
+    """See `RecurrentKernels.causal_conv`."""
+    rows = step.ordered
     before = tails.shape[1]
     width = before + 1
     places = torch.arange(len(x), device=x.device) + (rows.sequence_of + 1) * before  # each sequence behind its tail
@@ -79,22 +90,10 @@ def causal_conv(x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None, r
 
 
 def recur(
-    states: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, rows: SequenceRows
+    states: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, step: SequenceRows
 ) -> Tensor:
-    """A linear recurrence with a matrix as its state, for each head.
-
-    H heads of values in groups over G heads of keys. For each token, with its own numbers:
-    state = exp(log_decay) * state + outer(k, u); out = q @ state.
-    u = v, as in Mamba-2; with `beta`, u = beta * (v - k @ state), the delta rule, where the state has decayed already.
-
-    states     [slots, H, K, V]  f32, replaced by those after the step
-    q, k       [T, G, K]         f32
-    v          [T, H, V]         f32
-    log_decay  [T, H]            f32
-    beta       [T, H] or None    f32
-
-    Returns [T, H, V] f32.
-    """
+    """See `RecurrentKernels.recur`."""
+    rows = step.ordered
     num_tokens, num_heads, value_dim = v.shape
     groups, key_dim = k.shape[1:]
     heads = (groups, num_heads // groups)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...kernels.kernel_set import FewRows, HeadNorms, KernelSet, RowNorm
+from ...kernels.kernel_set import FewRows, HeadNorms, KernelSet, RowNorm, load_recurrent
 from ...kernels.layout.work_lists import AttentionPlan, AttentionShape
 from ...kernels.reference.recurrent import SequenceRows
 from ...kernels.tilings.tables import Tilings
@@ -119,7 +119,7 @@ class Decoder:
         plan = self.kernels.plan_attention(shape, inputs.lengths, starts, len(inputs.input_ids))
         rows = None
         if inputs.slots is not None:
-            rows = SequenceRows.of(inputs.slots, inputs.query_starts, inputs.lengths)
+            rows = SequenceRows(inputs.slots, inputs.query_starts, inputs.lengths)
         residual = self._embed(inputs) if entering is None else entering
         each = self._layer_inputs.of(residual, inputs.input_ids)
         for index, layer in enumerate(self._blocks):
@@ -244,7 +244,7 @@ class _Layer:
         self.recurrent: RecurrentLayer | None = None
         if isinstance(spec.mixer, RecurrentSpec):
             assert weights.recurrent is not None
-            self.recurrent = RecurrentLayer(spec.mixer, weights.recurrent)
+            self.recurrent = RecurrentLayer(spec.mixer, weights.recurrent, load_recurrent(self.kernels.name))
         self.has_more = weights.layer_input is not None or weights.output_scale is not None  # after `run`
         self.latent = _latent_layer(decoder, spec.mixer, weights) if isinstance(spec.mixer, LatentSpec) else None
         if isinstance(spec.mixer, AttentionSpec):

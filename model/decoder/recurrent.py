@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.kernel_set import RecurrentKernels
 from ...kernels.layout.state_layout import StateLayout
-from ...kernels.reference.recurrent import SequenceRows, causal_conv, gated_norm, recur, unit
+from ...kernels.reference.recurrent import SequenceRows, gated_norm, unit
 from ..families.names import projections
 from ..spec import DecoderSpec, RecurrentSpec
 from .upload import zeros
@@ -76,8 +77,8 @@ class RecurrentStates:
 class RecurrentLayer:
     """A layer of the kinds `gdn`, `mamba2` and `short_conv`. Computes in f32 between the two projections."""
 
-    def __init__(self, spec: RecurrentSpec, weights: RecurrentWeights) -> None:
-        self.spec, self.weights = spec, weights
+    def __init__(self, spec: RecurrentSpec, weights: RecurrentWeights, kernels: RecurrentKernels) -> None:
+        self.spec, self.weights, self.kernels = spec, weights, kernels
         self._sizes = list(projections(spec).values())
 
     def run(self, joined: Tensor, tails: Tensor, matrices: Tensor | None, rows: SequenceRows) -> Tensor:
@@ -86,7 +87,7 @@ class RecurrentLayer:
             return self._convolve(joined, tails, rows)
         gate, mixed, *heads = joined.split_with_sizes(self._sizes, -1)
         weights, num_tokens = self.weights, len(joined)
-        mixed = F.silu(causal_conv(mixed, tails, weights.conv, weights.conv_bias, rows))
+        mixed = F.silu(self.kernels.causal_conv(mixed, tails, weights.conv, weights.conv_bias, rows))
         mix = self._delta if self.spec.kind == "gdn" else self._mamba
         out = mix(mixed, [head.float() for head in heads], matrices, rows)  # [T, H, V]
         if weights.norm is None:
@@ -108,7 +109,7 @@ class RecurrentLayer:
         q, k = (unit(one.reshape(len(one), spec.num_key_heads, spec.key_dim)) for one in (q, k))
         v = v.reshape(len(v), spec.num_value_heads, spec.value_dim)
         log_decay = weights.decay * F.softplus(step + weights.step_bias)
-        return recur(matrices, q * spec.key_dim**-0.5, k, v, log_decay, torch.sigmoid(rate), rows)
+        return self.kernels.recur(matrices, q * spec.key_dim**-0.5, k, v, log_decay, torch.sigmoid(rate), rows)
 
     def _mamba(self, mixed: Tensor, heads: list[Tensor], matrices: Tensor, rows: SequenceRows) -> Tensor:
         """Mamba-2, [T, H, V]: its B are the keys, its C the queries, and values are x times the step."""
@@ -119,11 +120,11 @@ class RecurrentLayer:
         q, k = (one.reshape(len(one), spec.num_key_heads, spec.key_dim) for one in (q, k))
         x = x.reshape(len(x), spec.num_value_heads, spec.value_dim)
         step = F.softplus(heads[0] + weights.step_bias).clamp(*spec.step_limit)
-        out = recur(matrices, q, k, x * step[..., None], weights.decay * step, None, rows)
+        out = self.kernels.recur(matrices, q, k, x * step[..., None], weights.decay * step, None, rows)
         return out.addcmul_(weights.skip[:, None], x)
 
     def _convolve(self, joined: Tensor, tails: Tensor, rows: SequenceRows) -> Tensor:
         """A short convolution between two gates, [T, C]."""
         before, after, x = joined.chunk(3, -1)
-        mixed = causal_conv(before * x, tails, self.weights.conv, self.weights.conv_bias, rows)
+        mixed = self.kernels.causal_conv(before * x, tails, self.weights.conv, self.weights.conv_bias, rows)
         return (after.float() * mixed).to(joined.dtype)

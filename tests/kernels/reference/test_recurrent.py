@@ -47,7 +47,7 @@ class Slots:
         counts = torch.tensor([end - start for _, _, start, end in parts])
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
         lengths = torch.tensor([end for *_, end in parts], dtype=torch.int32)
-        rows = SequenceRows.of(torch.tensor([slot for slot, *_ in parts]), starts, lengths)
+        rows = SequenceRows(torch.tensor([slot for slot, *_ in parts]), starts, lengths)
 
         def joined(name: str) -> Tensor:
             return torch.cat([getattr(inputs, name)[start:end] for _, inputs, start, end in parts])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from millrace.kernels import kernel_set
 from millrace.model.families.registry import parse_config
+from millrace.model.spec import RecurrentSpec
 from millrace.stages.backends.torch.fitted_runner import backend_name
-from millrace.stages.backends.torch.loading import _load_kernels
+from millrace.stages.backends.torch.loading import _load_kernels, check_gaps
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from tests.model.checkpoints import SHAPE
@@ -16,6 +20,7 @@ from tests.model.checkpoints import SHAPE
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LLAMA = parse_config({"model_type": "llama", **SHAPE}, "")
 MIXTRAL = parse_config({"model_type": "mixtral", **SHAPE}, "")
+SHARED = replace(LLAMA, layers=(LLAMA.layers[0], replace(LLAMA.layers[0], mixer=replace(LLAMA.attention, kv_of=0))))
 
 
 def test_triton_on_a_cpu_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,4 +41,28 @@ def test_a_backend_that_is_not_installed_is_a_wrong_setting(monkeypatch: pytest.
 def test_on_a_gpu_torch_computes_what_tritons_kernels_lack() -> None:
     auto, triton = EngineConfig(), EngineConfig(attention_backend="triton")
     assert [backend_name(auto, GPU, LLAMA), backend_name(auto, CPU, LLAMA)] == ["triton", "torch"]
-    assert [backend_name(auto, GPU, MIXTRAL), backend_name(triton, GPU, MIXTRAL)] == ["torch", "triton"]
+    assert [backend_name(auto, GPU, SHARED), backend_name(triton, GPU, SHARED)] == ["torch", "triton"]
+    assert backend_name(auto, GPU, MIXTRAL) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("mixer", "device", "sentence"),
+    [
+        (
+            {"kv_of": 0},
+            "cpu",
+            "llama: attention_backend = triton lacks keys and values shared between layers; use attention_backend = t",
+        ),
+        ({"head_dim": 32, "window": 8}, "cuda", "lacks layers whose heads have different sizes; use attention_backend"),
+        ({"value_dim": 8}, "cpu", r"lacks values of 8 numbers beside keys of 16$"),  # torch lacks them too
+        (None, "cuda:1", "device = cuda:1: recurrent layers of llama run on a CPU only; use device = cpu"),
+    ],
+)
+def test_what_triton_lacks_is_refused_with_the_setting_that_serves_it(
+    mixer: dict[str, Any] | None, device: str, sentence: str
+) -> None:
+    layer = LLAMA.layers[0]
+    changed = RecurrentSpec(kind="gdn") if mixer is None else replace(LLAMA.attention, **mixer)
+    spec = replace(LLAMA, layers=(layer, replace(layer, mixer=changed)))
+    with pytest.raises(ConfigError, match=sentence):
+        check_gaps(spec, "triton", torch.device(device))

@@ -1,0 +1,71 @@
+"""Launches of recurrent layers: a causal convolution, and the recurrence of delta rule and Mamba-2.
+
+Their twins are in `kernels/reference/recurrent.py`; the kernels, and how they work, are in `convolution.py` and
+`recurrence.py`. Nothing is read by the host, and all sizes follow from the number of tokens and sequences.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import triton
+
+from ...reference.recurrent import SequenceRows
+from ..launch import check_dtype, early_launch, next_power_of_2
+from .convolution import conv_kernel, tail_kernel
+from .recurrence import token_kernel
+
+CONV_TOKENS, CONV_CHANNELS = 8, 128  # of a program: 8 sums a thread
+STATE_NUMBERS = 4096  # of a program: 32 a thread
+LEAST_VALUES = 8  # of a program: 32 bytes of a row
+
+
+def causal_conv(x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None, step: SequenceRows) -> Tensor:
+    """See `RecurrentKernels.causal_conv`."""
+    check_dtype(x)
+    (num_tokens, channels), num_rows = x.shape, len(step.slots)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    if not num_tokens or not num_rows:
+        return out.zero_()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    assert tails.stride(2) == 1 and weight.is_contiguous() and tails.dtype == x.dtype
+    where = (step.slots, step.query_starts, step.lengths)
+    sizes = (channels, x.stride(0), tails.stride(0), tails.stride(1))
+    block = min(CONV_CHANNELS, next_power_of_2(channels))
+    blocks, options = triton.cdiv(channels, block), early_launch(x.device)
+    conv_kernel[(triton.cdiv(num_tokens, CONV_TOKENS), blocks)](
+        out, x, tails, weight, bias, *where, num_tokens, num_rows, *sizes,
+        WIDTH=weight.shape[1], ROWS=next_power_of_2(num_rows), BLOCK_T=CONV_TOKENS, BLOCK=block,
+        enable_fp_fusion=True, **options,
+    )  # fmt: skip
+    tail_kernel[(num_rows, blocks)](
+        x, tails, *where, *sizes, KEPT=tails.shape[1], BLOCK=block, enable_fp_fusion=True, **options
+    )
+    return out
+
+
+def recur(
+    states: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, step: SequenceRows
+) -> Tensor:
+    """See `RecurrentKernels.recur`. A program for some columns of each head of each sequence."""
+    num_tokens, num_heads, value_dim = v.shape
+    groups, key_dim = k.shape[1:]
+    num_rows = len(step.slots)
+    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    if not num_tokens or not num_rows:
+        return out.zero_()
+    q, k, v, log_decay = (one.contiguous() for one in (q, k, v, log_decay))
+    beta = None if beta is None else beta.contiguous()
+    assert states.dtype == torch.float32 and states.stride(3) == 1 and max(v.numel(), k.numel()) < 1 << 31
+    block_k = next_power_of_2(key_dim)
+    block_v = max(LEAST_VALUES, min(STATE_NUMBERS // block_k, next_power_of_2(value_dim)))
+    token_kernel[(num_rows, num_heads, triton.cdiv(value_dim, block_v))](
+        out, states, q, k, v, log_decay, beta, step.slots, step.query_starts, step.lengths,
+        groups, num_heads, states.stride(0), states.stride(1), states.stride(2),
+        KEYS=key_dim, VALUES=value_dim, BLOCK_K=block_k, BLOCK_V=block_v, enable_fp_fusion=True,
+        **early_launch(v.device),
+    )  # fmt: skip
+    return out

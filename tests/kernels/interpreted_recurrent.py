@@ -1,0 +1,103 @@
+"""The Triton kernels of recurrent layers against their twins, in Triton's interpreter on the CPU.
+
+Run by `tests/kernels/triton/test_triton_interpreted.py`; by hand: `TRITON_INTERPRET=1 pytest
+tests/kernels/interpreted_recurrent.py`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from millrace.kernels.reference import recurrent as reference
+from millrace.kernels.reference.recurrent import SequenceRows
+from millrace.kernels.triton import launch as triton_launch
+from millrace.kernels.triton.recurrent import launches
+from tests.counts import FULL
+
+NUM_SLOTS, GROUPS, HEADS = 5, 2, 4
+COUNTS = {  # new tokens of each sequence
+    "single tokens": [1, 1, 1],
+    "prompts": [3, 9, 1],
+    "one long": [19],
+}
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> None:
+    assert triton_launch.IS_INTERPRETED, "run with TRITON_INTERPRET=1"
+
+
+def rows_of(counts: list[int]) -> SequenceRows:
+    """Sequences in slots from the last on; the second one goes on, or of one alone that."""
+    slots = torch.arange(NUM_SLOTS - 1, NUM_SLOTS - 1 - len(counts), -1)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    lengths = torch.tensor(counts, dtype=torch.int32)
+    lengths[min(1, len(counts) - 1)] += 7
+    return SequenceRows(slots, starts, lengths)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_convolution_and_what_slots_keep_are_the_twins(name: str, has_bias: bool) -> None:
+    rows, channels, width = rows_of(COUNTS[name]), 37, 4
+    x, weight = drawn(sum(COUNTS[name]), channels + 3)[:, 3:], drawn(channels, width)
+    bias = drawn(channels) if has_bias else None
+    memory = drawn(NUM_SLOTS, 2, width - 1, channels)  # of two layers
+    theirs = memory.clone()
+    got = launches.causal_conv(x, memory[:, 1], weight, bias, rows)
+    assert_close(got, reference.causal_conv(x, theirs[:, 1], weight, bias, rows))
+    assert torch.equal(memory, theirs)
+
+
+@pytest.mark.parametrize("is_delta", [True, False])
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_recurrence_and_its_states_are_the_twins(name: str, is_delta: bool) -> None:
+    rows, count = rows_of(COUNTS[name]), sum(COUNTS[name])
+    for key_dim, value_dim in ((20, 24), *([(16, 16), (3, 5), (64, 72)] if FULL else [])):
+        q, k = drawn(count, GROUPS, key_dim), reference.unit(drawn(count, GROUPS, key_dim).flip(0))
+        v, log_decay = drawn(count, HEADS, value_dim), -drawn(count, HEADS).exp()
+        beta = drawn(count, HEADS).sigmoid() if is_delta else None
+        states = drawn(NUM_SLOTS, 2, HEADS, key_dim, value_dim)
+        theirs = states.clone()
+        got = launches.recur(states[:, 1], q, k, v, log_decay, beta, rows)
+        assert_close(got, reference.recur(theirs[:, 1], q, k, v, log_decay, beta, rows))
+        assert_close(states, theirs)
+
+
+def test_a_prompt_in_two_steps_has_the_bits_of_one() -> None:
+    x, weight, q, k = drawn(9, 8), drawn(8, 4), drawn(9, 1, 5), drawn(9, 1, 5).flip(0)
+    v, log_decay, beta = drawn(9, 2, 6), -drawn(9, 2).exp(), drawn(9, 2).sigmoid()
+
+    def run(*cuts: int) -> list[Tensor]:
+        tails, states, found = torch.full((1, 3, 8), torch.nan), torch.full((1, 2, 5, 6), torch.nan), []
+        for begin, end in pairwise((0, *cuts, 9)):
+            rows = SequenceRows(torch.tensor([0]), torch.tensor([0, end - begin]).int(), torch.tensor([end]).int())
+            part = slice(begin, end)
+            conv = launches.causal_conv(x[part], tails, weight, None, rows)
+            out = launches.recur(states, q[part], k[part], v[part], log_decay[part], beta[part], rows)
+            found.append(torch.cat([conv, out.flatten(1)], 1))
+        return [torch.cat(found), tails, states]
+
+    for whole, other in zip(run(), run(2, 7), strict=True):
+        assert torch.equal(whole, other)
+
+
+def test_slots_without_new_tokens_are_left_alone() -> None:
+    rows = SequenceRows(torch.tensor([3, 0]), torch.tensor([0, 2, 2]).int(), torch.tensor([2, 0]).int())
+    tails, states = torch.full((NUM_SLOTS, 3, 8), torch.nan), torch.full((NUM_SLOTS, HEADS, 4, 4), torch.nan)
+    launches.causal_conv(drawn(2, 8), tails, drawn(8, 4), None, rows)
+    launches.recur(states, drawn(2, 2, 4), drawn(2, 2, 4), drawn(2, 4, 4), -drawn(2, 4).exp(), None, rows)
+    for memory in (tails, states):
+        assert not memory[3].isnan().any() and memory[[0, 1, 2, 4]].isnan().all()

@@ -19,8 +19,6 @@ def missing(spec: DecoderSpec, backend: Backend) -> list[str]:
         found.update(dict.fromkeys(_of_layer(layer)))
         if isinstance(layer.feed, MoeSpec) and backend != "native":
             found.update(dict.fromkeys(_of_experts(layer.feed)))
-        if backend != "torch":
-            found.update(dict.fromkeys(_of_torch_alone(layer)))
         if backend == "triton":
             found.update(dict.fromkeys(_of_cpus_alone(layer)))
             if spec.embedding.per_layer is not None:
@@ -71,9 +69,11 @@ def _of_experts(moe: MoeSpec) -> Iterator[str]:
         yield "experts with the activation xielu"
 
 
-def _of_torch_alone(layer: LayerSpec) -> Iterator[str]:
-    """What only the torch kernels compute."""
+def _of_cpus_alone(layer: LayerSpec) -> Iterator[str]:
+    """What the kernels of torch and the native step compute, and Triton's do not."""
     mixer = layer.mixer
+    if isinstance(mixer, LatentSpec):
+        yield "latent attention"
     if isinstance(mixer, RecurrentSpec):
         yield f"recurrent layers: {mixer.kind}"
     if mixer is None:
@@ -82,13 +82,6 @@ def _of_torch_alone(layer: LayerSpec) -> Iterator[str]:
         yield "layers without a feed-forward network"
     if isinstance(mixer, AttentionSpec) and mixer.has_output_gate:
         yield "a gate of attention's output"
-
-
-def _of_cpus_alone(layer: LayerSpec) -> Iterator[str]:
-    """What the kernels of torch and the native step compute, and Triton's do not."""
-    mixer = layer.mixer
-    if isinstance(mixer, LatentSpec):
-        yield "latent attention"
     if isinstance(mixer, AttentionSpec) and mixer.v_norm is not None:
         yield "a norm of values"
     if isinstance(mixer, AttentionSpec) and mixer.is_k_v:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +11,11 @@ import numpy as np
 
 from ..layout.kv_layout import KindName, KVKind, KVLayout
 from . import library
-from .page_preallocation import LARGE_PAGE, NO_LIMIT, PagePreallocation
+from .aligned import aligned_zeros
+from .page_preallocation import NO_LIMIT, PagePreallocation
 from .shape import CACHE_TYPES, Array, CacheDType, Longs, NativeShape
+from .states import NativeStates
 
-CACHE_LINE = 64  # bytes
 NEARLY_FULL = 3 / 4  # share of the cache in use from which blocks may soon be offloaded to the host
 
 
@@ -35,9 +35,11 @@ class NativeCache:
         dtype: CacheDType,
         blocks_ahead: int = 0,
         available_bytes: Callable[[], int] = lambda: NO_LIMIT,
+        states: NativeStates | None = None,
     ) -> None:
         """`blocks_ahead`: blocks of kind 0 past the used slabs whose memory is preallocated once `ahead` is started.
 
+        `states`: of recurrent layers, if the model has any.
         Stops while the system has too little memory left; `available_bytes()` returns the bytes that are left. Once the
         cache is nearly full, does the same for the host blocks: as many, but at most half of them.
         """
@@ -48,8 +50,9 @@ class NativeCache:
         item = np.dtype(CACHE_TYPES[dtype])
         self.memory: Array = aligned_zeros((layout.num_slabs, layout.slab_bytes // item.itemsize), item)
         self.data_of = [self._view(shape, kind, size) for kind, size in _kinds(layout)]
+        self.states = states
         self.slabs, *kept = self._describe(shape)
-        self.parts = (self.memory, self.slabs, *kept)  # what steps read
+        self.parts = (self.memory, self.slabs, states, *kept)  # what steps read
         self._blocks_ahead = blocks_ahead
         self._available_bytes = available_bytes
         self.ahead = self._take_ahead(self.memory, self._ahead_bytes(blocks_ahead))
@@ -60,13 +63,14 @@ class NativeCache:
     def uniform(
         cls, shape: NativeShape, num_blocks: int, block_size: int, dtype: CacheDType, *args: Any, **kwargs: Any
     ) -> NativeCache:
-        """A cache of one kind: all layers keep all keys. The other arguments are as those of the class."""
+        """A cache of one kind: no layer forgets keys. The other arguments are as those of the class."""
         layers, block_bytes = shape.kv_layers, shape.bytes_per_block(block_size, dtype)
         name: KindName = "latent" if shape.has_latents else "full"
         kind = KVKind(name, layers, None, *shape.cached_sizes(shape.layers[layers[0]]), block_bytes)
         own = {layer: place for place, layer in enumerate(layers)}
         donors = [index if layer.kv_of is None else layer.kv_of for index, layer in enumerate(shape.layers)]
-        layout = KVLayout.uniform(kind, block_size, num_blocks, [(0, own[donor]) for donor in donors])
+        places = [(0, own[donor]) if donor in own else None for donor in donors]
+        layout = KVLayout.uniform(kind, block_size, num_blocks, places)
         return cls(shape, layout, dtype, *args, **kwargs)
 
     @property
@@ -86,8 +90,10 @@ class NativeCache:
     def _describe(self, shape: NativeShape) -> tuple[library.CacheSlabsStruct, Any, Any]:
         """The cache as the library reads it, and what it refers to."""
         layout = self.layout
-        places = [place for place in layout.place if place is not None]
-        assert len(places) == shape.num_layers, f"a cache of {len(places)} layers: the model has {shape.num_layers}"
+        found = {layer: place for layer, place in enumerate(layout.place) if place is not None}
+        wanted = [index for index, layer in enumerate(shape.layers) if layer.has_attention]
+        assert list(found) == wanted, f"a cache of layers {list(found)}: the model has {wanted}"
+        places = [found.get(layer, (0, 0)) for layer in range(shape.num_layers)]
         assert len(layout.kinds) <= library.MAX_KINDS, f"{len(layout.kinds)} kinds: at most {library.MAX_KINDS}"
         kinds = (library.CacheKindStruct * len(layout.kinds))(
             *(
@@ -104,6 +110,7 @@ class NativeCache:
             kinds=ctypes.addressof(kinds),
             layer_kinds=of_layers[0].ctypes.data,
             places=of_layers[1].ctypes.data,
+            **({} if self.states is None else self.states.place),
         )
         return slabs, kinds, of_layers
 
@@ -180,16 +187,3 @@ class NativeCache:
 def _kinds(layout: KVLayout) -> Sequence[tuple[KVKind, int]]:
     """Each kind, and its blocks in a slab."""
     return tuple(zip(layout.kinds, layout.blocks_per_slab, strict=True))
-
-
-def aligned_zeros(shape: tuple[int, ...], item: np.dtype[Any]) -> Array:
-    """A zeroed array, aligned to a large page of the system or, if it is smaller, to a cache line.
-
-    An array of numpy's own begins 16 bytes into a page, so that many vectors straddle two cache lines: attention of
-    prompts took 1 to 4 % longer (256 and 512 tokens, AVX2 on a Zen 3 class EPYC).
-    """
-    num_bytes = math.prod(shape) * item.itemsize
-    alignment = LARGE_PAGE if num_bytes >= LARGE_PAGE else CACHE_LINE
-    memory = np.zeros(num_bytes + alignment, np.uint8)
-    begin = -memory.ctypes.data % alignment
-    return memory[begin : begin + num_bytes].view(item).reshape(shape)

@@ -102,6 +102,9 @@ def product_of(name: str) -> str:
     """The product that a matrix is in, by the name of one of its matrices: q for q, k and v, and up for gate and up."""
     if f".{tensors.LAYER_INPUT}" in name:
         return name
+    for part in ("gate", "step", "rate"):
+        name = name.replace(f"recurrent.{part}_proj", "recurrent.in_proj")
+    name = name.replace("self_attn.gate_proj", "self_attn.q_proj")
     for part, first in _FIRST_OF_PRODUCT:
         name = name.replace(part, first)
     return name
@@ -117,6 +120,9 @@ def num_columns(shape: NativeShape, name: str) -> int:
         return heads.num_heads * (latents.value_dim if latents else heads.head_dim)
     if layer.latents and name.endswith(("q_b_proj.weight", "kv_b_proj.weight")):
         return layer.latents.kv_rank if name.endswith("kv_b_proj.weight") else layer.latents.q_rank or 0
+    if name.endswith("recurrent.out_proj.weight"):
+        assert layer.recurrent is not None
+        return layer.recurrent.inner_size
     if name.endswith(f"{tensors.LAYER_INPUT}up_proj.weight"):
         assert shape.layer_inputs is not None
         return shape.layer_inputs.width

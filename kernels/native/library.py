@@ -38,6 +38,18 @@ class ExpertsStruct(Structure):
     ]
 
 
+class RecurrentStruct(Structure):
+    """`RecurrentShape` of source/weights/shape.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim")),
+        *((name, c_int64) for name in ("conv_width", "norm_group")),
+        *((name, c_float) for name in ("step_min", "step_max")),
+        ("kind", c_int32),
+        ("norm", NormStruct),
+    ]
+
+
 class LayerInputsStruct(Structure):
     """`LayerInputsShape` of source/weights/shape.h."""
 
@@ -65,9 +77,11 @@ class LayerStruct(Structure):
         *((name, c_int32) for name in ("rope", "activation", "is_gated", "is_parallel")),
         *((name, c_int32) for name in ("is_reader", "is_k_v", "has_output_scale")),
         *((name, c_int32) for name in ("is_qk_norm_over_row", "is_qk_norm_after_rope", "has_weight_per_head")),
+        *((name, c_int32) for name in ("has_mixer", "has_output_gate")),
         *((name, NormStruct) for name in ("pre_mixer", "post_mixer", "pre_feed", "post_feed", "qk_norm", "v_norm")),
         ("experts", ExpertsStruct),
         ("latents", LatentsStruct),
+        ("recurrent", RecurrentStruct),
     ]
 
 
@@ -144,7 +158,8 @@ class CacheSlabsStruct(Structure):
     _fields_ = [
         ("memory", c_void_p),
         *((name, c_int64) for name in ("slab_bytes", "block_size", "num_kinds")),
-        *((name, c_void_p) for name in ("kinds", "layer_kinds", "places")),
+        *((name, c_void_p) for name in ("kinds", "layer_kinds", "places", "states")),
+        *((name, c_int64) for name in ("state_stride", "num_states")),
     ]
 
 
@@ -156,7 +171,7 @@ class StepInputsStruct(Structure):
         *((name, c_void_p) for name in ("input_ids", "positions")),
         *((name, c_void_p * MAX_KINDS) for name in ("slot_mapping", "block_tables")),
         *((name, c_void_p) for name in ("query_starts", "lengths", "logits_rows", "cache")),
-        *((name, c_void_p) for name in ("hidden", "logits", "argmax", "is_broken", "adapters")),
+        *((name, c_void_p) for name in ("hidden", "logits", "argmax", "is_broken", "adapters", "slots")),
     ]
 
 
@@ -255,7 +270,9 @@ def load(instruction_set: str) -> ctypes.CDLL:
         c_int64,
     ]
     library.millrace_shape_bytes.restype = library.millrace_layer_shape_bytes.restype = c_int64
-    library.millrace_experts_shape_bytes.restype = c_int64
+    library.millrace_experts_shape_bytes.restype = library.millrace_recurrent_shape_bytes.restype = c_int64
+    library.millrace_state_bytes.argtypes = [model]
+    library.millrace_state_bytes.restype = c_int64
     library.millrace_model_delete.argtypes = [model]
     library.millrace_model_delete.restype = None
     library.millrace_set_positions.argtypes = [model, c_int64, c_int64, c_void_p, c_void_p, c_void_p]
@@ -345,8 +362,9 @@ def load(instruction_set: str) -> ctypes.CDLL:
     library.millrace_drain.restype = None
     if not library.millrace_is_supported():
         raise NativeUnavailableError(f"instruction set {instruction_set}: the processor lacks it")
-    mirrored = tuple(map(ctypes.sizeof, (ShapeStruct, LayerStruct, ExpertsStruct, RowsStruct, FormatStruct)))
-    sizes = ("shape", "layer_shape", "experts_shape", "rows", "format")
+    structs = (ShapeStruct, LayerStruct, ExpertsStruct, RecurrentStruct, RowsStruct, FormatStruct)
+    mirrored = tuple(map(ctypes.sizeof, structs))
+    sizes = ("shape", "layer_shape", "experts_shape", "recurrent_shape", "rows", "format")
     compiled = tuple(getattr(library, f"millrace_{name}_bytes")() for name in sizes)
     assert mirrored == compiled, f"structs of {mirrored} bytes: the library has {compiled}"
     library.millrace_draw_fields.restype = c_char_p

@@ -33,6 +33,7 @@ _PROBLEMS = {
     6: "a logits row is not one of the tokens",
     7: "no memory for the step's activations",
     9: "a token's adapter slot is empty, or past those that were reserved",
+    10: "a sequence of recurrent layers has no slot, or one past the states of the cache",
 }
 IS_PROMPT = 8  # a row reads a token of its prompt
 
@@ -374,6 +375,7 @@ class NativeModel:
         likeliest: tuple[Longs, Bools] | None = None,  # instead of logits: ids and broken rows, [L] each
         hidden: Floats | None = None,  # [T, hidden_size] to write to
         adapters: Longs | None = None,  # [T] slot of each token's adapter; 0: none
+        slots: Longs | None = None,  # [S] of each sequence's state, of a model with recurrent layers; each once
     ) -> None:
         """Runs one step: writes the new tokens' keys and values into the cache, and the requested outputs.
 
@@ -402,6 +404,7 @@ class NativeModel:
             argmax=None if likeliest is None else address(likeliest[0], np.int64),
             is_broken=None if likeliest is None else address(likeliest[1], np.bool_),
             adapters=None if adapters is None else address(adapters, np.int64),
+            slots=None if slots is None else address(slots, np.int64),
         )
         if self._before_step is not None:
             self._before_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal
 
 import numpy as np
@@ -23,9 +24,11 @@ Quantization = Literal["int8", "int4"]
 
 CACHE_TYPES: dict[CacheDType, type[np.generic]] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
 _MAX_HEAD_DIM = 1024
+_MAX_CONV_WIDTH = 16  # as in source/weights/recurrent.h
 
 
 NormKind = Literal["rms", "layer"]
+RecurrentKind = Literal["gdn", "mamba2", "short_conv"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_clamped"]
 
 
@@ -141,13 +144,59 @@ class NativeExperts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NativeRecurrent:
+    """A layer with a state of one size: the rule of `kernels/reference/recurrent.py`.
+
+    Biases of its products and of the convolution are added if their tensors are set.
+    """
+
+    kind: RecurrentKind
+    num_key_heads: int = 1
+    num_value_heads: int = 1
+    key_dim: int = 0  # of a head; 0 = no matrix
+    value_dim: int
+    conv_width: int  # tokens, the newest included
+    norm: NativeNorm | None = None  # of the gated output
+    norm_group: int | None = None  # numbers normed together; None = a head, and all heads have the same weights
+    step_limit: tuple[float, float] = (0.0, inf)  # of mamba2
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers of a token in all value heads, which the product out of the layer reads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The names of the matrices of the product into the layer, in the order of their rows."""
+        if self.kind == "short_conv":
+            return ("in",)
+        return ("gate", "in", "step", "rate") if self.kind == "gdn" else ("gate", "in", "step")
+
+    def state_bytes(self, dtype: DType) -> int:
+        """Memory of a sequence's state: matrices in float32, and what the convolution read last."""
+        channels = 2 * self.num_key_heads * self.key_dim + self.inner_size
+        return 4 * self.key_dim * self.inner_size + (self.conv_width - 1) * channels * (4 if dtype == "float32" else 2)
+
+    def gaps(self) -> list[str]:
+        """What the library does not support of these sizes."""
+        gaps = []
+        if self.conv_width > _MAX_CONV_WIDTH:
+            gaps.append(f"a convolution over {self.conv_width} tokens: must be at most {_MAX_CONV_WIDTH}")
+        if self.inner_size % 2:
+            gaps.append(f"recurrent layers of {self.inner_size} numbers: must be even for the native step")
+        return gaps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLayer:
     """What a layer computes; the defaults are Llama's.
 
     Biases of projections, and attention sinks, are added if their tensors are set.
     """
 
-    intermediate_size: int  # of the network that all tokens take; 0: there are experts alone
+    intermediate_size: int  # of the network that all tokens take; 0: there are experts alone, or none
+    has_mixer: bool = True  # False: neither attention nor a recurrent layer
+    recurrent: NativeRecurrent | None = None  # instead of attention
     heads: NativeHeads | None = None  # None = those of `NativeShape`
     latents: NativeLatents | None = None  # instead of keys and values; `heads` are then those over the cache
     kv_of: int | None = None  # layer whose cache is read; this one writes none
@@ -161,6 +210,7 @@ class NativeLayer:
     query_temper: tuple[float, int] | None = (
         None  # (b, n): queries *= 1 + b * ln(1 + position // n), after the rotation
     )
+    has_output_gate: bool = False  # attention is multiplied by the sigmoid of a product
     is_gated: bool = True  # down(act(gate x) * up x), instead of down(act(up x))
     activation: Activation = "silu"
     clamp: tuple[float, float] = (1.702, 7.0)  # alpha and limit of swiglu_clamped
@@ -173,6 +223,10 @@ class NativeLayer:
     is_parallel: bool = False  # x += mixer(pre_mixer(x)) + feed(pre_feed(x)); a missing pre_feed is pre_mixer
     residual_scale: float = 1.0  # multiplies what is added to the residual
     has_output_scale: bool = False  # the layer's output is multiplied by a number of the checkpoint
+
+    @property
+    def has_attention(self) -> bool:
+        return self.has_mixer and self.recurrent is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +259,11 @@ class NativeShape:
     @property
     def kv_layers(self) -> tuple[int, ...]:
         """The layers that keep keys and values, by number."""
-        return tuple(index for index, layer in enumerate(self.layers) if layer.kv_of is None)
+        return tuple(index for index, layer in enumerate(self.layers) if layer.has_attention and layer.kv_of is None)
+
+    def state_bytes(self, dtype: DType) -> int:
+        """Memory of the recurrent layers' state of a sequence; 0: there are none."""
+        return sum(layer.recurrent.state_bytes(dtype) for layer in self.layers if layer.recurrent is not None)
 
     @property
     def has_latents(self) -> bool:
@@ -239,6 +297,13 @@ class NativeShape:
         gaps = [f"{name} = {size}: must be even for the native step" for name, size in even if size % 2]
         for experts in dict.fromkeys(layer.experts for layer in self.layers):
             gaps += experts.gaps() if experts else []
+        for recurrent in dict.fromkeys(layer.recurrent for layer in self.layers):
+            gaps += recurrent.gaps() if recurrent else []
+        if any(
+            layer.has_output_gate and (layer.is_k_v or layer.latents or layer.kv_of is not None)
+            for layer in self.layers
+        ):
+            gaps.append("a gate of attention's output beside shared keys or values")
         for dim in dict.fromkeys(heads.head_dim for heads in all_heads if heads.head_dim > _MAX_HEAD_DIM):
             gaps.append(f"head_dim = {dim}: the native step takes at most {_MAX_HEAD_DIM}")
         if not self.head_scale > 0:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import ctypes
 
-from .library import ExpertsStruct, LatentsStruct, LayerInputsStruct, LayerStruct, NormStruct, ShapeStruct
+from .library import (
+    ExpertsStruct,
+    LatentsStruct,
+    LayerInputsStruct,
+    LayerStruct,
+    NormStruct,
+    RecurrentStruct,
+    ShapeStruct,
+)
 from .shape import (
     Activation,
     NativeExperts,
@@ -13,12 +21,15 @@ from .shape import (
     NativeLayer,
     NativeLayerInputs,
     NativeNorm,
+    NativeRecurrent,
     NativeShape,
     NormKind,
+    RecurrentKind,
 )
 
-# `NormKind` and `ActivationKind` of source/weights/shape.h
+# `NormKind`, `RecurrentKind` and `ActivationKind` of source/weights/shape.h
 _NORM_KINDS: dict[NormKind, int] = {"rms": 1, "layer": 2}
+_RECURRENT_KINDS: dict[RecurrentKind, int] = {"gdn": 1, "mamba2": 2, "short_conv": 3}
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_clamped")
 
 
@@ -75,6 +86,8 @@ def _layer(layer: NativeLayer, heads: NativeHeads) -> LayerStruct:
         is_qk_norm_over_row=qk_norm is not None and qk_norm.is_over_row,
         is_qk_norm_after_rope=qk_norm is not None and qk_norm.is_after_rope,
         has_weight_per_head=qk_norm is not None and qk_norm.has_weight_per_head,
+        has_mixer=layer.has_mixer,
+        has_output_gate=layer.has_output_gate,
         pre_mixer=_norm(layer.pre_mixer),
         post_mixer=_norm(layer.post_mixer),
         pre_feed=_norm(layer.pre_feed),
@@ -83,6 +96,7 @@ def _layer(layer: NativeLayer, heads: NativeHeads) -> LayerStruct:
         v_norm=_norm(layer.v_norm),
         experts=of_experts(layer.experts),
         latents=_latents(layer.latents),
+        recurrent=_recurrent(layer.recurrent),
     )
 
 
@@ -133,6 +147,24 @@ def _layer_inputs(inputs: NativeLayerInputs | None) -> LayerInputsStruct:
         projection_scale=inputs.projection_scale,
         activation=_ACTIVATIONS.index(inputs.activation),
         norm=_norm(inputs.norm),
+    )
+
+
+def _recurrent(recurrent: NativeRecurrent | None) -> RecurrentStruct:
+    """Zeros where there is none."""
+    if recurrent is None:
+        return RecurrentStruct()
+    return RecurrentStruct(
+        num_key_heads=recurrent.num_key_heads,
+        num_value_heads=recurrent.num_value_heads,
+        key_dim=recurrent.key_dim,
+        value_dim=recurrent.value_dim,
+        conv_width=recurrent.conv_width,
+        norm_group=recurrent.norm_group or 0,
+        step_min=recurrent.step_limit[0],
+        step_max=recurrent.step_limit[1],
+        kind=_RECURRENT_KINDS[recurrent.kind],
+        norm=_norm(recurrent.norm),
     )
 
 

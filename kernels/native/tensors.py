@@ -64,6 +64,14 @@ LAYER_KINDS = {
     "mlp.shared_experts.up_proj.bias": 19,
     "mlp.shared_experts.down_proj.bias": 20,
 }
+_MIXER_MATRICES = (
+    "self_attn.gate_proj",
+    *(f"recurrent.{name}" for name in ("gate_proj", "in_proj", "step_proj", "rate_proj", "out_proj")),
+)
+LAYER_KINDS |= {f"{name}.weight": 80 + i for i, name in enumerate(_MIXER_MATRICES)}
+LAYER_KINDS |= {f"{name}.bias": 86 + i for i, name in enumerate(_MIXER_MATRICES)}
+_VECTORS = ("conv.weight", "conv.bias", "decay", "step_offset", "skip", "norm.weight")
+LAYER_KINDS |= {f"recurrent.{name}": 92 + i for i, name in enumerate(_VECTORS)}
 # behind "mlp.experts.E."
 EXPERT_KINDS = {
     "gate_proj.weight": 40,
@@ -115,9 +123,13 @@ def matrices_of(shape: NativeShape, index: int) -> Iterator[tuple[str, ...]]:
         yield tuple(f"{prefix}{name}.{part}_proj.weight" for part in parts)
         yield (f"{prefix}{name}.down_proj.weight",)
 
-    for parts in _projections(layer):
-        yield tuple(f"{prefix}self_attn.{part}.weight" for part in parts)
-    yield (f"{prefix}self_attn.o_proj.weight",)
+    if layer.recurrent is not None:
+        yield tuple(f"{prefix}recurrent.{part}_proj.weight" for part in layer.recurrent.matrices)
+        yield (f"{prefix}recurrent.out_proj.weight",)
+    elif layer.has_mixer:
+        for parts in _projections(layer):
+            yield tuple(f"{prefix}self_attn.{part}.weight" for part in parts)
+        yield (f"{prefix}self_attn.o_proj.weight",)
     if layer.intermediate_size:
         yield from network("mlp.shared_experts" if layer.is_shared else "mlp", layer.is_gated)
     if layer.experts is not None:
@@ -131,7 +143,9 @@ def _projections(layer: NativeLayer) -> Iterator[tuple[str, ...]]:
     """Those of a layer's attention before its output, by product."""
     latents = layer.latents
     if latents is None:
-        yield tuple(f"{part}_proj" for part in ("q" if layer.kv_of is not None else "qk" if layer.is_k_v else "qkv"))
+        parts = "q" if layer.kv_of is not None else "qk" if layer.is_k_v else "qkv"
+        gate = ("gate",) if layer.has_output_gate else ()
+        yield tuple(f"{part}_proj" for part in (*parts, *gate))
     elif latents.q_rank is None:
         yield "q_proj", "kv_a_proj_with_mqa"
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,9 @@ from ...kernels.native.shape import (
     NativeLayerInputs,
     NativeNorm,
     NativeQkNorm,
+    NativeRecurrent,
     NativeShape,
+    RecurrentKind,
 )
 from ..kv_kinds import BlockBytes, CachedMixer
 from ..lora.adapter import Adapter
@@ -35,6 +37,7 @@ from ..spec import (
     NormSpec,
     PerLayerInputs,
     QkNorm,
+    RecurrentSpec,
 )
 from .step_inputs import StepInputs
 
@@ -70,25 +73,15 @@ def native_shape(spec: DecoderSpec) -> NativeShape:
 
 
 def _layer(layer: LayerSpec) -> NativeLayer:
-    latents, feed = layer.mixer if isinstance(layer.mixer, LatentSpec) else None, layer.feed
-    attention = layer.mixer if latents is None else latents.cached
-    assert isinstance(attention, AttentionSpec) and feed is not None
+    feed = layer.feed or FeedSpec(intermediate_size=0)
     moe = feed if isinstance(feed, MoeSpec) else None
     if isinstance(feed, MoeSpec):
         feed = feed.shared or feed.dense_beside or FeedSpec(intermediate_size=0)
     return NativeLayer(
         intermediate_size=feed.intermediate_size,
-        heads=heads_of(attention),
-        latents=None if latents is None else latents_of(latents),
-        kv_of=attention.kv_of,
-        is_k_v=attention.is_k_v,
-        v_norm=_norm(attention.v_norm),
-        window=attention.window,
-        rope=attention.rope,
-        attention_scale=attention.scale,
-        soft_cap=attention.soft_cap,
-        qk_norm=_qk_norm(attention.qk_norm if latents is None else QkNorm(norm=latents.norm)),
-        query_temper=attention.query_temper,
+        has_mixer=layer.mixer is not None,
+        recurrent=_recurrent(layer.mixer) if isinstance(layer.mixer, RecurrentSpec) else None,
+        **(_attention(layer.mixer) if isinstance(layer.mixer, AttentionSpec | LatentSpec) else {}),
         is_gated=feed.is_gated,
         activation=feed.activation,
         clamp=(feed.alpha, feed.limit),
@@ -101,6 +94,40 @@ def _layer(layer: LayerSpec) -> NativeLayer:
         is_parallel=layer.is_parallel,
         residual_scale=layer.residual_scale,
         has_output_scale=layer.has_output_scale,
+    )
+
+
+def _attention(mixer: AttentionSpec | LatentSpec) -> dict[str, Any]:
+    """The fields of `NativeLayer` that belong to attention."""
+    latents = mixer if isinstance(mixer, LatentSpec) else None
+    attention = mixer.cached if isinstance(mixer, LatentSpec) else mixer
+    return {
+        "heads": heads_of(attention),
+        "latents": None if latents is None else latents_of(latents),
+        "kv_of": attention.kv_of,
+        "is_k_v": attention.is_k_v,
+        "v_norm": _norm(attention.v_norm),
+        "window": attention.window,
+        "rope": attention.rope,
+        "attention_scale": attention.scale,
+        "soft_cap": attention.soft_cap,
+        "qk_norm": _qk_norm(attention.qk_norm if latents is None else QkNorm(norm=latents.norm)),
+        "query_temper": attention.query_temper,
+        "has_output_gate": attention.has_output_gate,
+    }
+
+
+def _recurrent(mixer: RecurrentSpec) -> NativeRecurrent:
+    return NativeRecurrent(
+        kind=cast(RecurrentKind, mixer.kind),
+        num_key_heads=mixer.num_key_heads,
+        num_value_heads=mixer.num_value_heads,
+        key_dim=mixer.key_dim,
+        value_dim=mixer.value_dim,
+        conv_width=mixer.conv_width,
+        norm=_norm(mixer.norm),
+        norm_group=mixer.norm_group,
+        step_limit=mixer.step_limit,
     )
 
 
@@ -275,5 +302,6 @@ class NativeDecoder:
             query_starts=inputs.query_starts,
             lengths=inputs.lengths,
             adapters=None if self.adapters is None else self.adapters.token_slots,
+            slots=inputs.slots,
             **wanted,
         )

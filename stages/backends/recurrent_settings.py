@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...kernels.layout.state_layout import StateLayout
 from ...model.spec import DecoderSpec
 from ...runtime.env.log import get_logger
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..memory_table import human
-from .cache_size import CPU_SHARE
+from .cache_size import CPU_SHARE, free_host_share
 
 STATE_SHARE = CPU_SHARE / 2  # of free memory, at most, for the states of running sequences
 SNAPSHOT_SHARE = 0.2  # of the memory for the cache, for states of cached prefixes
@@ -75,3 +76,21 @@ def num_snapshots(config: EngineConfig, state_bytes: int, block_bytes: int, free
         cache_bytes = int(free_bytes * CPU_SHARE) if config.kv_cache_bytes is None else config.kv_cache_bytes
     share = int(cache_bytes * SNAPSHOT_SHARE) if config.state_cache_bytes is None else config.state_cache_bytes
     return min(num_blocks, share // state_bytes)
+
+
+def state_layout(
+    config: EngineConfig, shape: DecoderSpec, item_size: int, block_bytes: int, host_blocks: int, max_model_len: int
+) -> tuple[StateLayout | None, int]:
+    """How many recurrent states there is memory for, and how many blocks are left of the host pool of `host_blocks`.
+
+    `item_size`: bytes of a number of the model; `block_bytes`: of a block. None: the model has no recurrent layers.
+    """
+    each = shape.state_bytes(item_size)
+    if not each:
+        return None, host_blocks
+    snapshots = num_snapshots(config, each, block_bytes, free_host_share(config), max_model_len)
+    layout = StateLayout(each, config.max_num_seqs, num_snapshots=snapshots)
+    layout, left = layout.with_host(host_blocks * block_bytes, block_bytes)
+    if host_blocks and not left:
+        log.info("swap.off", reason=f"{shape.family}: the pool for swapped sequences is too small for a state")
+    return layout, left

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from millrace.kernels.native import build, machine
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.families.registry import read_spec
 from millrace.stages import LLM, EngineConfig, SamplingParams
+from millrace.stages.backends.native.runner import NativeRunner
 from millrace.stages.backends.recurrent_settings import num_snapshots, within_state_memory
 from millrace.stages.errors import ConfigError
 from tests.families.ways import BLOCK_SIZE
@@ -36,10 +39,21 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> Entry:
     return Zoo(tmp_path_factory.mktemp("zoo"), NUM_NEW, LENGTHS).entry(chosen(["qwen3.5"])[0])
 
 
-@pytest.fixture(scope="module")
-def llm(entry: Entry) -> Iterator[LLM]:
-    with LLM(str(entry.folder), **SETTINGS) as llm:
+# natively with a step thread, which takes steps ahead
+BACKENDS: dict[str, dict[str, Any]] = {"torch": {}, "native": {"threads": 2}}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def llm(entry: Entry, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    settings = {**SETTINGS, **BACKENDS[request.param], "attention_backend": request.param}
+    if request.param == "native" and not has_native():
+        pytest.skip("no AVX2, or no C++ compiler")
+    with LLM(str(entry.folder), **settings) as llm:
         yield llm
+
+
+def has_native() -> bool:
+    return bool(machine.instruction_sets()) and build.find_compiler() is not None
 
 
 def answers(llm: LLM, entry: Entry, **options: Any) -> list[list[int]]:
@@ -64,14 +78,15 @@ def wanted(entry: Entry) -> list[list[int]]:
 
 def patch_steps(monkeypatch: pytest.MonkeyPatch, after: Callable[[int], None]) -> None:
     """Calls `after(number)` on the device thread when all layers of a step have changed their states."""
-    hidden, num_steps = Decoder.hidden, iter(range(10**6))
+    num_steps = iter(range(10**6))
 
-    def patched(*args: Any) -> Any:
-        found = hidden(*args)
+    def patched(compute: Callable[..., Any], *args: Any) -> Any:
+        found = compute(*args)
         after(next(num_steps))
         return found
 
-    monkeypatch.setattr(Decoder, "hidden", patched)
+    monkeypatch.setattr(Decoder, "hidden", partialmethod(partial(patched, Decoder.hidden)))
+    monkeypatch.setattr(NativeRunner, "compute", partialmethod(partial(patched, NativeRunner.compute)))
 
 
 @pytest.mark.slow
@@ -169,7 +184,6 @@ def test_a_prefix_without_room_for_its_state_is_computed_again(entry: Entry) -> 
         ({"enable_lora": True}, "enable_lora = True"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype = fp8"),
         ({"tensor_parallel_size": 2}, "recurrent layers, which ranks do not share"),
-        ({"attention_backend": "native"}, "native backend lacks recurrent layers: gdn"),
     ],
 )
 def test_a_setting_that_recurrent_layers_do_not_go_with_is_refused(

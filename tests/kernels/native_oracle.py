@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from millrace.kernels.layout.state_layout import StateLayout
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType, NativeExperts, NativeLayer, NativeNorm, NativeQkNorm, NativeShape
+from millrace.kernels.native.states import NativeStates
 from millrace.kernels.reference.experts import route
 
 Array = NDArray[Any]
@@ -216,8 +218,7 @@ class Checkpoint:
             def normed(x: Array, name: str, prefix: str = prefix, norms: Any = norms) -> Array:
                 return self._norm(x, norms[name], f"{prefix}.{name}")
 
-            mixed = self._attention(index, normed(residual, "input_layernorm"), kept)
-            mixed = normed(self._linear(mixed, f"{prefix}.self_attn.o_proj"), "post_mixer_layernorm")
+            mixed = normed(self._mix(index, normed(residual, "input_layernorm"), kept), "post_mixer_layernorm")
             after = residual + layer.residual_scale * mixed
             before_feed = residual if layer.is_parallel else after
             is_shared = layer.is_parallel and layer.pre_feed is None
@@ -288,6 +289,10 @@ class Checkpoint:
             return self._linear(up * gate / (1 + np.exp(-alpha * gate)), f"{name}.down_proj")
         inner = ACTIVATIONS[layer.activation](gate, *(() if alphas is None else alphas.astype(np.float64)))
         return self._linear(inner * up if layer.is_gated else inner, f"{name}.down_proj")
+
+    def _mix(self, index: int, x: Array, kept: dict[int, tuple[Array, Array]]) -> Array:
+        """The layer before its feed-forward network, [T, hidden]."""
+        return self._linear(self._attention(index, x, kept), f"model.layers.{index}.self_attn.o_proj")
 
     def _attention(self, index: int, x: Array, kept: dict[int, tuple[Array, Array]]) -> Array:
         """`kept`: keys and values of the layers before, to which those of this layer are added."""
@@ -450,6 +455,14 @@ def in_int8(x: Array) -> Array:
     return np.rint(x * inverse.astype(x.dtype)) * scale
 
 
+NUM_STATES = 9
+
+
+def state_of(sequence: int) -> int:
+    """The slot of a sequence's state in a `Run`."""
+    return (7 * sequence + 4) % NUM_STATES
+
+
 @dataclass
 class Run:
     """Sequences driven through a model step by step, in blocks that lie in no order, all logits kept."""
@@ -467,7 +480,11 @@ class Run:
 
     def __post_init__(self) -> None:
         count = self.num_blocks or 4096 // self.block_size
-        self.cache = NativeCache.uniform(self.model.shape, count, self.block_size, self.model.cache_dtype)
+        shape, states = self.model.shape, None
+        if size := shape.state_bytes(self.model.dtype):
+            states = NativeStates(shape, StateLayout(size, NUM_STATES), self.model.dtype)
+            states.memory[:] = 0x7F  # a sequence that begins reads none of it
+        self.cache = NativeCache.uniform(shape, count, self.block_size, self.model.cache_dtype, states=states)
         self._free = np.random.default_rng(3).permutation(count).tolist()
         if self.poison is not None:
             bits = np.float32(self.poison).view(np.uint32) >> 16
@@ -506,6 +523,7 @@ class Run:
             logits_rows=rows,
             logits=logits,
             adapters=np.array(adapters, np.int64) if self.adapters else None,
+            slots=None if self.cache.states is None else np.array([state_of(sequence) for sequence in parts], np.int64),
         )
         ends = np.cumsum([len(numbers) for numbers in wanted.values()])[:-1]
         given = dict(zip(wanted, np.split(logits, ends), strict=True))

@@ -83,28 +83,16 @@ def test_what_the_native_step_lacks_of_attention_is_named(spec: DecoderSpec, gap
     assert missing(spec, "native") == [gap]
 
 
-@pytest.mark.parametrize("backend", ["native", "triton"])
 @pytest.mark.parametrize(
     ("spec", "gap"),
     [
+        (replace(LLAMA, layers=(replace(LAYER, mixer=LATENT),)), "latent attention"),
         (changed(mixer=RecurrentSpec(kind="gdn")), "recurrent layers: gdn"),
         (changed(mixer=RecurrentSpec(kind="mamba2")), "recurrent layers: mamba2"),
         (changed(mixer=RecurrentSpec(kind="short_conv")), "recurrent layers: short_conv"),
         (changed(mixer=None), "layers without attention"),
         (changed(feed=None), "layers without a feed-forward network"),
         (attending(has_output_gate=True), "a gate of attention's output"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_only_torch_has_is_named_for_the_others(spec: DecoderSpec, gap: str, backend: Any) -> None:
-    assert missing(spec, "torch") == []
-    assert missing(spec, backend) == [gap]
-
-
-@pytest.mark.parametrize(
-    ("spec", "gap"),
-    [
-        (replace(LLAMA, layers=(replace(LAYER, mixer=LATENT),)), "latent attention"),
         (attending(kv_of=0), "keys and values shared between layers"),
         (attending(is_k_v=True), "keys that are values"),
         (attending(v_norm=NormSpec(weight="none")), "a norm of values"),

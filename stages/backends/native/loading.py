@@ -10,8 +10,10 @@ from functools import partial
 
 import numpy as np
 
+from ....kernels.layout.state_layout import StateLayout
 from ....kernels.native.cache import NativeCache
 from ....kernels.native.model import NativeModel
+from ....kernels.native.states import NativeStates
 from ....model.decoder.native_decoder import NativeDecoder, NativeLoraTable, block_bytes
 from ....model.decoder.rope import GrowingTables, short_length
 from ....model.families.names import EMBEDDING
@@ -23,9 +25,10 @@ from ...config import EngineConfig
 from ...device.pooler import Pooler
 from ...memory_table import MemoryTable
 from ..backend import Backend
-from ..cache_size import free_host_bytes, host_blocks_by_kind, num_host_blocks
+from ..cache_size import free_host_bytes, free_host_share, host_blocks_by_kind, num_host_blocks
 from ..memory_needs import frees_without_swap, sizing_on_cpu
 from ..rates import measure_rates, measure_token_s, target_ms_for
+from ..recurrent_settings import state_layout, within_state_memory
 from ..weight_use import weight_use
 from .runner import NativeRunner, NativeTokenChooser
 
@@ -52,13 +55,16 @@ def load_natively(
     Raises `ConfigError` if the KV cache does not fit.
     """
     sizes, cache_dtype = model.shape, model.cache_dtype
+    item_size = 4 if model.dtype == "float32" else 2
+    config = within_state_memory(config, shape, item_size, free_host_share(config))
     adapters = NativeLoraTable(model, config.max_loras, config.max_lora_rank) if config.enable_lora else None
     with phases("cache"):
         bytes_per_block = sizes.bytes_per_block(config.block_size, cache_dtype)
-        host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
-        if host_blocks and frees_without_swap(config, shape, max_model_len, runs_kinds=NativeDecoder.runs_kinds):
-            host_blocks = 0
+        pool_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
+        if pool_blocks and frees_without_swap(config, shape, max_model_len, runs_kinds=NativeDecoder.runs_kinds):
+            pool_blocks = 0
             log.info("swap.off", reason=f"{shape.family}: the windows of all layers free memory")
+        states, host_blocks = state_layout(config, shape, item_size, bytes_per_block, pool_blocks, max_model_len)
         most_logits = config.max_num_seqs * (1 + config.num_speculative_tokens)
         most_tokens = config.num_step_tokens
         # a step of which every token has logits needs other buffers than one of which only some have
@@ -73,8 +79,9 @@ def load_natively(
             num_positions=model.max_positions,
             activations=lambda _: activations + of_chain,
             bytes_per_block=bytes_per_block,
-            host_blocks=host_blocks,
+            host_blocks=pool_blocks if host_blocks else 0,
             runs_kinds=NativeDecoder.runs_kinds,
+            states=states,
             of_layer=block_bytes(config.block_size, cache_dtype),
         )
         memory = sizing.plan(max_model_len)
@@ -83,7 +90,7 @@ def load_natively(
         model.set_positions(positions.tables, num_short + memory.max_model_len)
         runner = NativeRunner(
             model,
-            cache := _make_cache(config, model, memory),
+            cache := _make_cache(config, model, memory, states),
             np.zeros(config.max_num_seqs, np.int64),
             -(-memory.max_model_len // config.block_size),
             by_kind := host_blocks_by_kind(memory, host_blocks),
@@ -118,6 +125,7 @@ def load_natively(
         max_num_batched_tokens=config.num_step_tokens,
         itl_target_ms=target_ms,
         rates=rates,
+        states=states,
         chooser=partial(NativeTokenChooser, model=model, runner=runner if config.async_scheduling else None),
         call_before_computing=model.call_before_steps,
         enter=partial(_enter, cache, None if model.step_thread_id else own_cpu),
@@ -127,8 +135,11 @@ def load_natively(
     )
 
 
-def _make_cache(config: EngineConfig, model: NativeModel, memory: MemoryTable) -> NativeCache:
-    ahead = (_blocks_ahead(config, memory), free_host_bytes)
+def _make_cache(
+    config: EngineConfig, model: NativeModel, memory: MemoryTable, layout: StateLayout | None
+) -> NativeCache:
+    states = None if layout is None else NativeStates(model.shape, layout, model.dtype)
+    ahead = (_blocks_ahead(config, memory), free_host_bytes, states)
     if memory.layout is not None:
         return NativeCache(model.shape, memory.layout, model.cache_dtype, *ahead)
     return NativeCache.uniform(model.shape, memory.num_blocks, config.block_size, model.cache_dtype, *ahead)

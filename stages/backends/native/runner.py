@@ -55,7 +55,7 @@ class NativeRunner(ModelRunner):
         self._positions = positions
         self._native = NativeDecoder(model, adapters)
         sizes = (max_blocks_per_slot, num_host_blocks)
-        super().__init__(self._native, cache, last_tokens, *sizes, pooler, short_length, adapters)
+        super().__init__(self._native, cache, last_tokens, *sizes, pooler, short_length, adapters, cache.states)
         self._native_cache = cache
         self._decoding = SlotStep(
             model,

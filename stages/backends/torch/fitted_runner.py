@@ -43,7 +43,7 @@ from ..memory_needs import (
     slot_bytes,
 )
 from ..rates import largest_grant, with_tables
-from ..recurrent_settings import num_snapshots
+from ..recurrent_settings import state_layout
 from .kv_dtype import kv_dtype_of, kv_scales_of
 from .layer_leader import LastLayers
 from .leading import LeadingAdapters, LeadingDecoder
@@ -80,15 +80,9 @@ def fit_runner(
     if host_blocks and frees_without_swap(config, shape, max_model_len, runs_kinds=decoder.runs_kinds):
         host_blocks = 0
         log.info("swap.off", reason=f"{shape.family}: the windows of all layers free memory")
-    pool_blocks, states = host_blocks, None  # as many as the memory of the host pool holds
-    if shape.recurrent_layers:
-        each, free = shape.state_bytes(decoder.dtype.itemsize), free_host_share(config)
-        snapshots = num_snapshots(config, each, bytes_per_block, free, max_model_len)
-        states = StateLayout(each, config.max_num_seqs, num_snapshots=snapshots)
-        states, host_blocks = states.with_host(pool_blocks * bytes_per_block, bytes_per_block)
-        if pool_blocks and not host_blocks:
-            pool_blocks = 0
-            log.info("swap.off", reason=f"{shape.family}: the pool for swapped sequences is too small for a state")
+    item_size, pool_blocks = decoder.dtype.itemsize, host_blocks  # as many as the memory of the host pool holds
+    states, host_blocks = state_layout(config, shape, item_size, bytes_per_block, pool_blocks, max_model_len)
+    pool_blocks = pool_blocks if host_blocks else 0
     memory = _sizing(config, shape, decoder, max_model_len, pool_blocks, states, is_async=is_async).plan(max_model_len)
     if memory.max_model_len < max_model_len:
         decoder = make_decoder(max_positions=memory.max_model_len)

@@ -60,6 +60,16 @@ inline int64_t first_visible_key(int64_t position, int64_t window) {
     return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
 }
 
+// numbers *= 1 / (1 + e ** -gates)
+inline void multiply_by_sigmoids(float* numbers, const float* gates, int64_t count) {
+    for (int64_t i = 0; i < count; i += W) {
+        alignas(64) float some[W] = {};
+        std::copy(gates + i, gates + std::min<int64_t>(count, i + W), some);
+        F power = exp(min(splat(88.0f), sub(zero(), load(some))));
+        store(numbers + i, div(load(numbers + i), add(splat(1.0f), power)));
+    }
+}
+
 // Attention of one item, chunk by chunk.
 template <class T>
 class ItemAttention {
@@ -177,14 +187,16 @@ class ItemAttention {
         return layout_.has_latents() ? latent_tile_config() : attention_tile_config(item_.num_rows);
     }
 
-    // Writes the rows' attention to out [T, heads of value_dim].
+    // Writes the rows' attention to out [T, heads of value_dim], times the sigmoids of `gates`, [T][stride] likewise;
+    // null: there are none.
     template <class Out>
-    void finish(const Out& out) {
+    void finish(const Out& out, const float* gates, int64_t stride) {
         int64_t dim = layout_.value_dim;
         for (int r = 0; r < item_.num_rows; r++) {
             float *total = scratch_->total + r * width_, factor = 1.0f / scratch_->sum[r];
             if (!layer_->sinks.empty()) factor = factor_beside(layer_->sinks[head(r)], r);
             for (int64_t d = 0; d < width_; d += W) store(total + d, mul(load(total + d), splat(factor)));
+            if (gates) multiply_by_sigmoids(total, gates + token(r) * stride + head(r) * dim, dim);
         }
         for (int r = 0; r < std::min<int64_t>(group_, item_.num_rows); r++) {  // rows of one head are consecutive tokens
             int64_t begin = head(r) * dim;

@@ -125,9 +125,12 @@ class AttentionStep {
     // Writes an item's attention to where the output product reads it, or of latents, over its queries.
     void finish(const Batch<Input>& batch, Attention& attention) const {
         const Layer& layer = *attention.layer();
-        if (!layer.shape.has_latents()) return attention.finish(batch.attended_of(layer));
-        attention.finish(SeenLatents{batch.buffers.absorbed, batch.buffers.absorbed_stride, layer.shape.head_dim,
-                                     layer.shape.latents.kv_rank});
+        const Activations<Input>& at = batch.buffers;
+        if (layer.shape.has_latents())
+            return attention.finish(
+                SeenLatents{at.absorbed, at.absorbed_stride, layer.shape.head_dim, layer.shape.latents.kv_rank}, nullptr, 0);
+        const float* gates = layer.shape.has_output_gate ? at.qkv + layer.shape.gates_at() : nullptr;
+        attention.finish(batch.attended_of(layer), gates, at.qkv_stride);
     }
 
     // The partial result of a chunk: largest scores, sums of weights, sums of values.

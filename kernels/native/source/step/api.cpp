@@ -83,10 +83,12 @@ EXPORT Model* millrace_model_new(const Shape* shape, const LayerShape* layers, i
             int64_t inner = layer.shape.intermediate_size;
             model->intermediate_size = std::max(model->intermediate_size, inner);
             model->has_branches |= layer.has_post_norm();
-            define(layer.qkv, layer.shape.qkv_columns(), hidden, shape->linears);
-            define(layer.output, hidden, layer.shape.attended_size(), shape->linears);
-            model->max_qkv_size = std::max(model->max_qkv_size, layer.shape.qkv_size());
-            model->max_attended_size = std::max(model->max_attended_size, layer.shape.attended_size());
+            const RecurrentShape& recurrent = layer.shape.recurrent;
+            bool attends = !layer.is_recurrent();
+            define(layer.qkv, attends ? layer.shape.qkv_columns() : recurrent.num_columns(), hidden, shape->linears);
+            define(layer.output, hidden, attends ? layer.shape.attended_size() : recurrent.inner_size(), shape->linears);
+            model->max_qkv_size = std::max({model->max_qkv_size, layer.qkv.n, attends ? layer.shape.qkv_size() : 0});
+            model->max_attended_size = std::max(model->max_attended_size, layer.output.k);
             if (const LatentShape& latents = layer.shape.latents; layer.shape.has_latents()) {
                 int64_t heads = layer.shape.num_heads, queries = heads * layer.shape.query_dim();
                 if (latents.q_rank > 0) define(layer.query_up, queries, latents.q_rank, shape->linears);
@@ -122,6 +124,7 @@ EXPORT Model* millrace_model_new(const Shape* shape, const LayerShape* layers, i
             model->intermediate_size = std::max(model->intermediate_size, inputs.width);
             model->has_branches = true;
         }
+        place_states(*model);
         place_linears(*model);
         define(model->head, shape->vocab_size, hidden, shape->head);
         link_linears(*model);
@@ -136,10 +139,11 @@ EXPORT Model* millrace_model_new(const Shape* shape, const LayerShape* layers, i
     }
 }
 
-// Bytes of Shape, LayerShape and ExpertsShape, for the check that library.py mirrors them.
+// Bytes of Shape, LayerShape, ExpertsShape and RecurrentShape, for the check that library.py mirrors them.
 EXPORT int64_t millrace_shape_bytes() { return sizeof(Shape); }
 EXPORT int64_t millrace_layer_shape_bytes() { return sizeof(LayerShape); }
 EXPORT int64_t millrace_experts_shape_bytes() { return sizeof(ExpertsShape); }
+EXPORT int64_t millrace_recurrent_shape_bytes() { return sizeof(RecurrentShape); }
 
 EXPORT void millrace_model_delete(Model* model) { delete model; }
 
@@ -307,6 +311,9 @@ EXPORT void millrace_assume_split(Model* model, int32_t is_step_split) {
 
 // Whether few rows read weights non-temporally in the last step.
 EXPORT int32_t millrace_is_streaming(const Model* model) { return model->is_streaming; }
+
+// Bytes of a sequence's state in recurrent layers; 0: the model has none.
+EXPORT int64_t millrace_state_bytes(const Model* model) { return model->state_bytes; }
 
 EXPORT int64_t millrace_step_bytes(const Model* model, int64_t num_tokens, int64_t num_logits) {
     return step_bytes(*model, num_tokens, num_logits);

@@ -105,6 +105,7 @@ struct Batch {
 
     void plan(const Model& model, int64_t layer, int num_threads, int rows_together) {
         const LayerShape& shape = model.layers[layer].shape;
+        if (!model.layers[layer].has_attention()) return;
         AttentionPlan& plan = plans[key_of(shape, layer)];
         if (plan.num_parts() < 0)
             plan = make_attention_plan(shape, inputs, inputs.cache->layer_kinds[layer], num_threads, rows_together);
@@ -112,9 +113,9 @@ struct Batch {
     const AttentionPlan& plan_of(const Model& model, int64_t layer) const {
         return plans.at(key_of(model.layers[layer].shape, layer));
     }
-    // Where a layer's attention leaves what its output product reads.
+    // Where a layer's attention, or a recurrent layer, leaves what its output product reads.
     TiledRows<Input> attended_of(const Layer& layer) const {
-        return {buffers.attended.data, buffers.attended.num_rows, layer.shape.attended_size()};
+        return {buffers.attended.data, buffers.attended.num_rows, layer.output.k};
     }
     SequenceTables sequences(int64_t kind) const {
         return {inputs.block_tables[kind], inputs.query_starts, inputs.lengths, inputs.num_sequences, inputs.table_width};

@@ -6,6 +6,7 @@
 //   per layer:
 //     norm + qkv     norm, qkv product (linear/linear.h); up to one tile of rows each thread norms for itself
 //     Where rows have adapters, the sums of each product's (lora/shrink.h) are a phase before it.
+//     A recurrent layer has its phases up to the output product: see recurrent/recurrent_step.h. Otherwise:
 //     rope + cache   q and k norms, RoPE, keys and values into the paged cache (rope_and_cache_write.h)
 //     With latents their phases instead, and one behind attention: see latents/latent_step.h.
 //     attention      per part of the plan (attention/attention_step.h)
@@ -27,6 +28,7 @@
 
 #include "attention/attention_step.h"
 #include "linear/activations.h"
+#include "recurrent/recurrent_step.h"
 #include "step/experts.h"
 #include "step/layer_inputs.h"
 #include "latents/latent_step.h"
@@ -53,7 +55,7 @@ class Step {
           layouts_(layouts_of(*inputs.cache)),
           selected_rows_(inputs), no_adapters_(model, nullptr, 0), all_(model, memory, inputs), selected_(model, all_.buffers.end, selected_rows_.of(inputs)),
           experts_of_all_(model, inputs.num_tokens), experts_of_selected_(model, selected_.inputs.num_tokens),
-          rope_(model, layouts_, inputs), latents_(model, layouts_), attention_(model, layouts_),
+          rope_(model, layouts_, inputs), latents_(model, layouts_), attention_(model, layouts_), recurrent_(model),
           output_head_(model, inputs, assignment.num_threads, uses_screen) {
         int num_threads = assignment.num_threads;
         for (int i = 0; i <= last_layer(); i++)
@@ -364,7 +366,7 @@ class Step {
     // Whether to prefetch keys and values a layer ahead, provided that the cache retains them: products leave time for
     // it, and decoding rows read any.
     bool is_kv_prefetch_worthwhile() {
-        if (model_.layers.size() == 1 || !layouts_[0].is_tiled()) return false;
+        if (model_.layers.size() == 1 || !layouts_[0].is_tiled() || !model_.has_attention_alone()) return false;
         if (num_prefetch_pairs<Weight>(model_.layers[0].qkv, all_.buffers.normed) == 0) return false;
         bool is_read = false;
         for_each_plan([&](const Batch<Input>&, const AttentionPlan& plan) {
@@ -401,14 +403,16 @@ class Step {
                                            tile_bytes, max_bytes, num_pairs);
     }
 
-    // The layer up to its cache write.
+    // The layer up to its cache write, or the change of its states.
     void run_qkv(int index, Phases& phases) {
         const Layer& layer = model_.layers[index];
+        if (!layer.shape.has_mixer) return;
         LoraUpdate update = update_of(all_, index, LORA_QKV);
         run_normed_product(
             phases, all_, layer.pre_mixer, layer.qkv, update,
             FloatOutput{all_.buffers.qkv, all_.buffers.qkv_stride, StoreMode::STORE, 1.0f, update.if_any()});
         if (layer.shape.has_latents()) return run_latents(index, phases);
+        if (layer.is_recurrent()) return recurrent_.mix(all_, layer, times_, phases);
         times_.run(phases, OTHER, [&](Member member) { write_rope_and_cache(index, member); });
     }
 
@@ -434,17 +438,13 @@ class Step {
 
     void run_attention_and_mlp(int index, const Batch<Input>& batch, Phases& phases) {
         const Layer& layer = model_.layers[index];
-        const AttentionPlan& plan = batch.plan_of(model_, index);
-        const Cached* cache = cache_of(index);
         const Activations<Input>& at = batch.buffers;
         TiledRows<Input> inner{at.inner.data, at.inner.num_rows, layer.shape.intermediate_size};
         float scale = layer.shape.residual_scale;
-        times_.run(phases, ATTENTION, [&](Member member) { attention_.attend(batch, plan, layer, cache, member); });
-        if (plan.is_split)
-            times_.run(phases, ATTENTION,
-                       [&](Member member) { attention_.merge_chunks(batch, plan, layer, cache, member); });
-        if (layer.shape.has_latents())
-            times_.run(phases, LINEARS, [&](Member member) { latents_.expand(layer, batch, member); });
+        if (layer.has_attention()) run_attention(index, batch, phases);
+        if (layer.is_recurrent())
+            times_.run(phases, OTHER,
+                       [&](Member member) { recurrent_.finish(batch, layer, batch.attended_of(layer), member); });
         auto run_gate_up = [&] {
             LoraUpdate update = update_of(batch, index, LORA_GATE_UP);
             run_normed_product(phases, batch, layer.feed_norm(), layer.gate_up, update,
@@ -452,6 +452,7 @@ class Step {
                                                       inner, update.if_any()));
         };
         auto run_output = [&] {
+            if (!layer.shape.has_mixer) return;
             const Norm* post_norm = layer.shape.post_mixer.kind == NO_NORM ? nullptr : &layer.post_mixer;
             run_residual_product(phases, batch, layer.output, batch.attended_of(layer), update_of(batch, index, LORA_OUTPUT), post_norm,
                                  scale, [&](Member member) { begin_kv_prefetch(index + 1, member); });
@@ -469,6 +470,7 @@ class Step {
             return;
         }
         if (layer.shape.is_parallel) run_gate_up();  // before the residual changes
+        if (!layer.has_network()) return run_output();
         const Norm* post_feed = layer.shape.post_feed.kind == NO_NORM ? nullptr : &layer.post_feed;
         run_output();
         if (!layer.shape.is_parallel) run_gate_up();
@@ -476,18 +478,31 @@ class Step {
                              [](Member) {});
     }
 
-    // Gathers residuals and queries of the selected rows.
+    void run_attention(int index, const Batch<Input>& batch, Phases& phases) {
+        const Layer& layer = model_.layers[index];
+        const AttentionPlan& plan = batch.plan_of(model_, index);
+        const Cached* cache = cache_of(index);
+        times_.run(phases, ATTENTION, [&](Member member) { attention_.attend(batch, plan, layer, cache, member); });
+        if (plan.is_split)
+            times_.run(phases, ATTENTION,
+                       [&](Member member) { attention_.merge_chunks(batch, plan, layer, cache, member); });
+    }
+
+    // Gathers residuals of the selected rows, and queries, or what else the last layer still needs of its first product.
     void gather_selected(Member member) {
         const Activations<Input>&from = all_.buffers, &to = selected_.buffers;
+        const Layer& layer = model_.layers.back();
+        bool needs_all = layer.is_recurrent() || layer.shape.has_output_gate;
+        int64_t num_columns = !layer.shape.has_mixer ? 0 : needs_all ? layer.qkv.n : layer.shape.attended_size();
         parallel_for_rows(member, selected_.inputs.num_tokens, [&](int64_t i) {
             int64_t row = selected_rows_.rows[i];
             std::memcpy(to.residual + i * to.hidden_stride, from.residual + row * from.hidden_stride,
                         shape_.hidden_size * 4);
-            const LayerShape& last = model_.layers.back().shape;
-            last.has_latents() ? std::memcpy(to.absorbed + i * to.absorbed_stride, from.absorbed + row * from.absorbed_stride,
-                                             last.num_heads * last.head_dim * 4)
-                               : std::memcpy(to.qkv + i * to.qkv_stride, from.qkv + row * from.qkv_stride,
-                                             last.attended_size() * 4);
+            if (layer.shape.has_latents())
+                std::memcpy(to.absorbed + i * to.absorbed_stride, from.absorbed + row * from.absorbed_stride,
+                            layer.shape.num_heads * layer.shape.head_dim * 4);
+            else
+                std::memcpy(to.qkv + i * to.qkv_stride, from.qkv + row * from.qkv_stride, num_columns * 4);
         });
     }
 
@@ -520,6 +535,7 @@ class Step {
     RopeAndCacheWrite<Cached> rope_;
     LatentStep<Input, Cached> latents_;
     AttentionStep<Input, Cached> attention_;
+    RecurrentStep<Input> recurrent_;
     OutputHead<Weight> output_head_;
 };
 

@@ -59,7 +59,9 @@ Error check(const Model& model, const StepInputs& in) {
             if (in.slot_mapping[kind][t] >= cache.kinds[kind].num_blocks * cache.block_size) return BAD_SLOT;
         if (in.adapters && !has_adapter(model, in.adapters[t])) return BAD_ADAPTER;
     }
+    if (model.state_bytes > 0 && (!cache.states || !in.slots || cache.state_stride < model.state_bytes)) return BAD_STATE;
     for (int64_t s = 0; s < in.num_sequences; s++) {
+        if (model.state_bytes > 0 && (in.slots[s] < 0 || in.slots[s] >= cache.num_states)) return BAD_STATE;
         int64_t count = int64_t(in.query_starts[s + 1]) - in.query_starts[s], length = in.lengths[s];
         if (in.query_starts[s] < 0 || count < 0 || in.query_starts[s + 1] > in.num_tokens) return BAD_SEQUENCE;
         if (length < count || length > in.table_width * cache.block_size) return BAD_SEQUENCE;
@@ -127,6 +129,7 @@ Error decode(Model& model, const DecodeSlots& in, int64_t num_rows, const StepOu
     inputs.logits_rows = buffers.rows.data(), inputs.cache = in.cache;
     inputs.logits = outputs.logits, inputs.argmax = outputs.argmax, inputs.is_broken = outputs.is_broken;
     inputs.adapters = in.adapters ? buffers.adapters.data() : nullptr;
+    inputs.slots = in.slots;
     Error error = check(model, inputs);
     if (error == FINE && num_rows > 0) run_step(model, inputs);
     return error;

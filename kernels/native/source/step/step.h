@@ -27,6 +27,8 @@ struct CacheSlabs {  // mirrored by `CacheSlabsStruct` in library.py
     int64_t slab_bytes, block_size, num_kinds;
     const CacheKind* kinds;               // [K]
     const int32_t *layer_kinds, *places;  // [layers] kind of each layer, and its index among the layers of that kind
+    void* states;  // of recurrent layers, by slot; null: there are none
+    int64_t state_stride, num_states;  // bytes from one to the next
 };
 
 struct StepInputs {  // mirrored by `StepInputsStruct` in library.py
@@ -42,10 +44,11 @@ struct StepInputs {  // mirrored by `StepInputsStruct` in library.py
     int64_t* argmax;  // [L] instead of logits: each row's argmax token; or null
     uint8_t* is_broken;  // [L] with argmax: as in SamplingRows, for rows that are not random; or null
     const int64_t* adapters = nullptr;  // [T] slot of each token's adapter, 0: none; or null
+    const int64_t* slots = nullptr;  // [S] of each sequence's state in `CacheSlabs::states`; each once
 };
 
 // What is wrong with a step's inputs; 0: nothing.
-enum Error : int32_t { FINE, BAD_TOKEN, BAD_POSITION, BAD_SLOT, BAD_SEQUENCE, BAD_BLOCK, BAD_ROW, NO_MEMORY, IS_PROMPT, BAD_ADAPTER };
+enum Error : int32_t { FINE, BAD_TOKEN, BAD_POSITION, BAD_SLOT, BAD_SEQUENCE, BAD_BLOCK, BAD_ROW, NO_MEMORY, IS_PROMPT, BAD_ADAPTER, BAD_STATE };
 
 Error check(const Model& model, const StepInputs& inputs);
 

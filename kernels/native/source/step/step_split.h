@@ -58,6 +58,7 @@ inline StepInputs slice_inputs(const StepInputs& inputs, int64_t first, int64_t 
     for (int64_t kind = 0; kind < inputs.cache->num_kinds; kind++)
         part.slot_mapping[kind] += first, part.block_tables[kind] += first * inputs.table_width;
     if (inputs.adapters) part.adapters += first;
+    if (inputs.slots) part.slots += first;
     if (inputs.logits) part.logits += first * vocab_size;
     if (inputs.argmax) part.argmax += first, part.is_broken += first;
     return part;

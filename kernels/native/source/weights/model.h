@@ -20,6 +20,7 @@
 #include "step/step_thread.h"
 #include "machine/simd.h"
 #include "machine/threads.h"
+#include "weights/recurrent.h"
 #include "weights/shape.h"
 #include "grouped/format.h"
 #include "grouped/pack_rows.h"
@@ -131,15 +132,6 @@ struct Linear {
     }
 };
 
-// A norm with its weight and bias, which may be empty.
-struct Norm {
-    NormShape shape{};
-    std::vector<float> weight, bias;
-
-    bool is_none() const { return shape.kind == NO_NORM; }
-    int64_t num_bytes() const { return 4 * int64_t(weight.size() + bias.size()); }
-};
-
 // A network of which tokens take some.
 struct Expert {
     Linear gate_up, down;
@@ -159,7 +151,8 @@ struct Experts {
 struct alignas(64) Layer {
     LayerShape shape;
     Norm pre_mixer, post_mixer, pre_feed, post_feed, q_norm, k_norm, v_norm, input_norm;
-    Linear qkv, output, gate_up, down;  // gate_up: 16 columns of gate, 16 of up, alternating; up alone if not gated
+    Linear qkv, output;    // of a recurrent layer: the products into it and out of it
+    Linear gate_up, down;  // gate_up: 16 columns of gate, 16 of up, alternating; up alone if not gated
     Linear query_up;           // of compressed queries, with latents
     Linear key_up, value_up;   // of latents, in the model's dtype, of each head in panels of its own: see latents/
     Linear input_gate, input_up;           // of the layer's input, if the model has such: see step/layer_inputs.h
@@ -167,6 +160,7 @@ struct alignas(64) Layer {
     std::vector<float> activation_params;  // those of the activation
     std::vector<float> sinks;              // [heads], if it has any
     Experts experts;                       // beside gate_up and down, or instead
+    RecurrentWeights recurrent;
 
     void set_shape(const LayerShape& its) {
         shape = its;
@@ -175,6 +169,7 @@ struct alignas(64) Layer {
         q_norm.shape = k_norm.shape = its.qk_norm, v_norm.shape = its.v_norm;
         experts.router_norm.shape = its.experts.router_norm;
         experts.before.shape = experts.after.shape = experts.after_other.shape = its.experts.own_norms;
+        recurrent.norm.shape = its.recurrent.norm;
     }
 
     // The norm before the feed-forward network.
@@ -184,6 +179,8 @@ struct alignas(64) Layer {
 
     bool has_post_norm() const { return shape.post_mixer.kind != NO_NORM || shape.post_feed.kind != NO_NORM; }
 
+    bool is_recurrent() const { return shape.recurrent.kind != NOT_RECURRENT; }
+    bool has_attention() const { return shape.has_mixer && !is_recurrent(); }
     bool has_experts() const { return !experts.each.empty(); }
     bool has_own_norms() const { return !experts.before.is_none(); }
     // The norms of what the experts and their router read.
@@ -195,9 +192,9 @@ struct alignas(64) Layer {
     // are multiplied; of the first `max_experts` experts.
     template <class Use>
     void for_each_linear(const Use& use, size_t max_experts = SIZE_MAX) {
-        use(qkv);
+        if (shape.has_mixer) use(qkv);
         if (query_up.n > 0) use(query_up);
-        if (!shape.is_parallel) use(output);
+        if (shape.has_mixer && !shape.is_parallel) use(output);
         if (has_network()) use(gate_up);
         if (shape.is_parallel) use(output);
         if (has_network()) use(down);
@@ -330,6 +327,7 @@ struct Model {
     int64_t intermediate_size = 0;  // the largest of the layers
     int64_t max_qkv_size = 0, max_attended_size = 0;  // likewise
     int64_t max_query_size = 0, max_absorbed_size = 0;  // of layers with latents: behind `query_up`, and for the cache
+    int64_t state_bytes = 0;  // of a sequence's recurrent layers: their matrices, then their tails; 0: there are none
     bool has_branches = false;      // any layer has a norm behind a product, or a network beside experts
     int64_t max_experts = 0, max_top_k = 0, max_expert_size = 0;  // the most of a layer
     Norm embedding_norm, final_norm;
@@ -371,6 +369,9 @@ struct Model {
     // Runs steps; null: the caller does. NOTE: the last member, because it must end first.
     std::unique_ptr<StepThread> step_thread;
 
+    bool has_attention_alone() const {
+        return std::all_of(layers.begin(), layers.end(), [](const Layer& layer) { return layer.has_attention(); });
+    }
     int64_t max_columns() const {
         return std::max({shape.hidden_size, max_attended_size, intermediate_size, max_expert_size});
     }
@@ -396,11 +397,18 @@ enum TensorKind : int32_t {
     EXPERT_DOWN_BIAS,
     INPUT_TABLE = 60, INPUT_PROJECTION, INPUT_PROJECTION_NORM, OUTPUT_SCALE, INPUT_GATE, INPUT_UP, INPUT_NORM,
     Q_DOWN, KV_DOWN, Q_UP, KV_UP, Q_DOWN_BIAS, KV_DOWN_BIAS,
-    ROUTER_NORM, EXPERT_SCALES, BEFORE_EXPERTS, AFTER_EXPERTS, AFTER_OTHER
+    ROUTER_NORM, EXPERT_SCALES, BEFORE_EXPERTS, AFTER_EXPERTS, AFTER_OTHER,
+    // Matrices of mixers, then their biases in the same order, then what else recurrent layers have.
+    OUTPUT_GATE = 80, MIX_GATE, MIXED, MIX_STEP, MIX_RATE, MIX_OUTPUT,
+    OUTPUT_GATE_BIAS, MIX_GATE_BIAS, MIXED_BIAS, MIX_STEP_BIAS, MIX_RATE_BIAS, MIX_OUTPUT_BIAS,
+    CONV, CONV_BIAS, DECAY, STEP_BIAS, SKIP, MIX_NORM
 };
 
 // Sets `Linear::next` of each linear.
 void link_linears(Model& model);
+
+// Sets where each recurrent layer's state lies in a sequence's, by their sizes.
+void place_states(Model& model);
 
 // Sets where each linear lies in `Model::weights`, by their sizes.
 void place_linears(Model& model);

@@ -90,6 +90,7 @@ int64_t Model::weights_bytes(size_t max_experts_of_layer) const {
         layer.for_each_linear([&](const Linear& linear) { total += of(linear); }, max_experts_of_layer);
         total += of(layer.key_up) + of(layer.value_up) + of(layer.experts.router) + 4 * int64_t(layer.experts.choice_bias.size() + layer.experts.scales.size());
         for (const Norm* norm : layer.norms()) total += norm->num_bytes();
+        total += layer.recurrent.num_bytes();
         total += 4 * int64_t(layer.output_scale.size() + layer.sinks.size() + layer.activation_params.size());
     }
     return total;
@@ -106,6 +107,15 @@ void link_linears(Model& model) {
             before->next = is_first_of_experts ? &layer.experts.router : &linear, before = &linear;
         });
     before->next = model.shape.has_head ? &model.head : model.head.next;
+}
+
+void place_states(Model& model) {
+    int64_t at = 0, item_size = model.shape.dtype == BFLOAT16 ? 2 : 4;
+    for (Layer& layer : model.layers)
+        layer.recurrent.matrices_at = at, at += layer.shape.recurrent.matrices_bytes();
+    for (Layer& layer : model.layers)
+        if (layer.is_recurrent()) layer.recurrent.tail_at = at, at += layer.shape.recurrent.tail_size() * item_size;
+    model.state_bytes = at;
 }
 
 void place_linears(Model& model) {
@@ -211,6 +221,23 @@ Matrix matrix_of_latents(Layer& layer, TensorKind kind) {
     }
 }
 
+// Of a recurrent layer, or the gates of attention.
+Matrix matrix_of_mixer(Layer& layer, TensorKind kind, int64_t hidden) {
+    const RecurrentShape& shape = layer.shape.recurrent;
+    switch (kind) {
+        case OUTPUT_GATE: return {&layer.qkv, {layer.shape.gates_at()}, layer.shape.attended_size()};
+        case MIX_GATE: return {&layer.qkv, {}, shape.inner_size()};
+        case MIXED: {
+            int64_t at = shape.kind == SHORT_CONV ? 0 : shape.mixed_at();  // then its gates are in the same tensor
+            return {&layer.qkv, {at}, shape.steps_at() - at};
+        }
+        case MIX_STEP: return {&layer.qkv, {shape.steps_at()}, shape.num_value_heads};
+        case MIX_RATE: return {&layer.qkv, {shape.rates_at()}, shape.num_value_heads};
+        case MIX_OUTPUT: return {&layer.output, {}, hidden};
+        default: return {};
+    }
+}
+
 Matrix matrix_of(Model& model, int64_t index, int64_t expert, TensorKind kind) {
     const Shape& shape = model.shape;
     int64_t hidden = shape.hidden_size;
@@ -219,6 +246,7 @@ Matrix matrix_of(Model& model, int64_t index, int64_t expert, TensorKind kind) {
     if (kind == INPUT_PROJECTION) return {&model.layer_inputs.projection, {}, model.layer_inputs.projection.n};
     if (kind == INPUT_GATE) return {&model.layers[index].input_gate, {}, shape.layer_inputs.width};
     if (kind == INPUT_UP) return {&model.layers[index].input_up, {}, hidden};
+    if (kind >= OUTPUT_GATE) return matrix_of_mixer(model.layers[index], kind, hidden);
     if (kind > EXPERT_DOWN_BIAS) return matrix_of_latents(model.layers[index], kind);
     if (kind >= ROUTER) return matrix_of_experts(model.layers[index], expert, kind, hidden);
     if (kind < Q || kind > DOWN) return {};
@@ -456,6 +484,36 @@ bool set_table(Model& model, Memory& table, int64_t num_rows, int64_t hidden, co
     return is_finite;
 }
 
+// Biases of mixers' products, and vectors of recurrent layers.
+bool set_mixer_numbers(Model& model, const Tensor& tensor) {
+    Layer& layer = model.layers[tensor.layer];
+    RecurrentWeights& its = layer.recurrent;
+    const RecurrentShape& shape = layer.shape.recurrent;
+    const void* data = tensor.data;
+    DataType type = tensor.type, rounded = DataType(model.shape.dtype);
+    int64_t heads = shape.num_value_heads, channels = shape.conv_channels();
+    if (tensor.kind < CONV) {
+        Matrix matrix = matrix_of(model, tensor.layer, 0, TensorKind(tensor.kind - OUTPUT_GATE_BIAS + OUTPUT_GATE));
+        return set_bias(model, *matrix.linear, matrix.place, matrix.num_rows, data, type);
+    }
+    switch (tensor.kind) {
+        case CONV: {
+            std::vector<float> stored;
+            bool is_finite = set_floats(stored, 0, channels * shape.conv_width, data, type, rounded);
+            its.set_conv(stored, shape.conv_width);
+            return is_finite;
+        }
+        case CONV_BIAS: return set_floats(its.conv_bias, 0, channels, data, type, rounded);
+        case DECAY: return set_floats(its.decay, 0, heads, data, type, FLOAT32);
+        case STEP_BIAS: return set_floats(its.step_bias, 0, heads, data, type, FLOAT32);
+        case SKIP: return set_floats(its.skip, 0, heads, data, type, FLOAT32);
+        default: {
+            int64_t size = shape.norm_group ? shape.inner_size() : shape.value_dim;
+            return set_floats(its.norm.weight, 0, size, data, type, shape.norm.is_exact ? FLOAT32 : rounded);
+        }
+    }
+}
+
 bool pack(Model& model, const Tensor& tensor) {
     const Shape& shape = model.shape;
     int64_t index = tensor.layer;
@@ -475,6 +533,7 @@ bool pack(Model& model, const Tensor& tensor) {
         if (is_head && is_last && can_screen(model)) make(model);
         return true;
     }
+    if (kind >= OUTPUT_GATE_BIAS) return set_mixer_numbers(model, tensor);
     int64_t hidden = shape.hidden_size;
     DataType rounded = DataType(shape.dtype);
     auto set_norm = [&](const Norm& norm, std::vector<float>& to, int64_t size) {
@@ -612,6 +671,20 @@ bool set_parts(Linear& linear, const std::vector<std::pair<int64_t, const Groupe
     return linear.parts.back().end_panel == linear.num_panels();
 }
 
+// The matrices of a layer's first product, in the order of their rows.
+std::vector<TensorKind> first_matrices(const LayerShape& shape) {
+    if (!shape.has_mixer) return {};
+    if (shape.recurrent.kind == SHORT_CONV) return {MIXED};
+    if (shape.recurrent.kind == MAMBA2) return {MIX_GATE, MIXED, MIX_STEP};
+    if (shape.recurrent.kind == GATED_DELTA) return {MIX_GATE, MIXED, MIX_STEP, MIX_RATE};
+    if (shape.has_latents()) return {shape.latents.q_rank > 0 ? Q_DOWN : Q, KV_DOWN};
+    std::vector<TensorKind> kinds{Q};
+    if (!shape.is_reader) kinds.push_back(K);
+    if (!shape.is_reader && !shape.is_k_v) kinds.push_back(V);
+    if (shape.has_output_gate) kinds.push_back(OUTPUT_GATE);
+    return kinds;
+}
+
 bool set_formats(Model& model, int64_t count, const TensorFormat* formats) {
     const Shape& shape = model.shape;
     std::map<std::tuple<int64_t, int64_t, TensorKind>, const GroupedFormat*> by_place;
@@ -634,16 +707,13 @@ bool set_formats(Model& model, int64_t count, const TensorFormat* formats) {
     bool are_set = true;
     for (int64_t i = 0; i < shape.num_layers; i++) {
         Layer& layer = model.layers[i];
-        bool has_latents = layer.shape.has_latents(), has_keys = !layer.shape.is_reader && !has_latents;
-        int64_t heads = layer.shape.q_columns(), kv = layer.shape.kv_size();
-        std::vector<std::pair<int64_t, const GroupedFormat*>> parts{
-            {heads, find(i, layer.query_up.n > 0 ? Q_DOWN : Q)}};
-        if (has_latents) parts.push_back({kv, find(i, KV_DOWN)});
-        if (has_keys) parts.push_back({kv, find(i, K)});
-        if (has_keys && !layer.shape.is_k_v) parts.push_back({kv, find(i, V)});
+        std::vector<std::pair<int64_t, const GroupedFormat*>> parts;
+        for (TensorKind kind : first_matrices(layer.shape))
+            parts.push_back({matrix_of(model, i, 0, kind).num_rows, find(i, kind)});
         are_set &= set_alone(layer.query_up, Q_UP, i);
         if (std::any_of(parts.begin(), parts.end(), [](auto& part) { return part.second != nullptr; }))
             are_set &= set_parts(layer.qkv, parts);
+        are_set &= set_alone(layer.output, MIX_OUTPUT, i);
         are_set &= set_alone(layer.input_gate, INPUT_GATE, i) && set_alone(layer.input_up, INPUT_UP, i);
         are_set &= set_gate_up(layer.gate_up, layer.shape.is_gated, GATE, UP, i);
         are_set &= set_alone(layer.output, O, i) && set_alone(layer.down, DOWN, i);

@@ -56,6 +56,42 @@ struct LatentShape {  // mirrored by `LatentsStruct` in library.py
     int64_t nope_dim, rope_dim, value_dim;  // of a head: not rotated, rotated, of its value
 };
 
+enum RecurrentKind : int32_t { NOT_RECURRENT, GATED_DELTA, MAMBA2, SHORT_CONV };
+
+// A layer whose state has one size, however long the sequence is. A token's numbers of its first product lie in this
+// order:
+//   GATED_DELTA  gates | queries, keys, values | step of each head | rate of each head
+//   MAMBA2       gates | values, keys, queries | step of each head
+//   SHORT_CONV   gate before the convolution | gate behind it | what it reads
+// Mirrored by `RecurrentStruct` in library.py.
+struct RecurrentShape {
+    int64_t num_key_heads, num_value_heads;  // of queries and keys, which divide those of values
+    int64_t key_dim, value_dim;              // of a head's state; key_dim 0: there is none
+    int64_t conv_width;                      // tokens, the newest included
+    int64_t norm_group;                      // numbers normed together, with weights of their own; 0: a head
+    float step_min, step_max;                // of MAMBA2
+    RecurrentKind kind;
+    NormShape norm;  // of the output
+
+    bool is_delta() const { return kind == GATED_DELTA; }
+    int64_t key_size() const { return num_key_heads * key_dim; }
+    int64_t inner_size() const { return num_value_heads * value_dim; }  // that the second product reads
+    int64_t conv_channels() const { return 2 * key_size() + inner_size(); }
+    int64_t matrices_bytes() const { return key_dim * inner_size() * 4; }
+    int64_t tail_size() const { return (conv_width - 1) * conv_channels(); }
+
+    // Where a token's numbers begin.
+    int64_t mixed_at() const { return kind == SHORT_CONV ? 2 * inner_size() : inner_size(); }
+    int64_t values_at() const { return mixed_at() + (is_delta() ? 2 * key_size() : 0); }
+    int64_t keys_at() const { return mixed_at() + (is_delta() ? key_size() : inner_size()); }
+    int64_t queries_at() const { return mixed_at() + (is_delta() ? 0 : inner_size() + key_size()); }
+    int64_t steps_at() const { return mixed_at() + conv_channels(); }
+    int64_t rates_at() const { return steps_at() + num_value_heads; }
+    int64_t num_columns() const {
+        return kind == SHORT_CONV ? steps_at() : rates_at() + (is_delta() ? num_value_heads : 0);
+    }
+};
+
 struct LayerShape {  // mirrored by `LayerStruct` in library.py
     int64_t num_heads, num_kv_heads, head_dim;
     int64_t window;                // keys a query sees, itself included; 0: all
@@ -76,9 +112,12 @@ struct LayerShape {  // mirrored by `LayerStruct` in library.py
     int32_t is_qk_norm_over_row;   // all heads of a token together; else each head alone
     int32_t is_qk_norm_after_rope;
     int32_t has_weight_per_head;   // the q and k norms have a weight of their own per head
+    int32_t has_mixer;             // attention or a recurrent layer before the network
+    int32_t has_output_gate;       // attention is multiplied by the sigmoids of gates, behind the values in qkv
     NormShape pre_mixer, post_mixer, pre_feed, post_feed, qk_norm, v_norm;
     ExpertsShape experts;
     LatentShape latents;  // then a key/value head with heads of kv_rank + rope_dim numbers
+    RecurrentShape recurrent;  // instead of attention
 
     bool has_latents() const { return latents.kv_rank > 0; }
     int64_t attended_size() const { return num_heads * (has_latents() ? latents.value_dim : head_dim); }
@@ -90,8 +129,12 @@ struct LayerShape {  // mirrored by `LayerStruct` in library.py
     }
     int64_t kv_size() const { return num_kv_heads * head_dim; }
     // Columns of the product, and numbers of a token once it has keys and values.
-    int64_t qkv_columns() const { return q_columns() + (is_reader ? 0 : is_k_v || has_latents() ? 1 : 2) * kv_size(); }
-    int64_t qkv_size() const { return q_columns() + 2 * kv_size(); }
+    int64_t qkv_columns() const {
+        return q_columns() + (is_reader ? 0 : is_k_v || has_latents() ? 1 : 2) * kv_size() + gates_size();
+    }
+    int64_t qkv_size() const { return gates_at() + gates_size(); }
+    int64_t gates_at() const { return q_columns() + 2 * kv_size(); }
+    int64_t gates_size() const { return has_output_gate ? attended_size() : 0; }
 };
 
 struct Shape {  // mirrored by `ShapeStruct` in library.py

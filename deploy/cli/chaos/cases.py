@@ -106,21 +106,32 @@ def _shared(draw: random.Random, number: int, cases: Sequence[Case]) -> Case:
     return Case(number, COMPLETIONS, {"prompt": prompt, "max_tokens": 24, "temperature": 0}, kind="prefix")
 
 
-async def learn(session: aiohttp.ClientSession, url: str, cases: Sequence[Case]) -> None:
-    """Asks for all right answers, one request at a time. Raises `NotStartedError`."""
-    for case in cases:
-        if case.turns_after is not None:
-            case.body["messages"] = [*case.turns_after.messages, *case.body["messages"]]
-        async with asyncio.timeout(REFERENCE_TIMEOUT_S), session.post(url + case.path, json=case.body) as response:
-            data = await response.read()
-            if response.status != 200:
-                raise NotStartedError(f"the reference answered {response.status} to case {case.number}: {data[:300]!r}")
-        answer = orjson.loads(data)
-        choices = sorted(answer["choices"], key=lambda one: int(one["index"]))
-        case.choices = tuple(RightChoice(text_of(one), one["finish_reason"]) for one in choices)
-        case.num_tokens = answer["usage"]["completion_tokens"]
-        if case.kind == "turns":
-            case.messages = [*case.body["messages"], {"role": "assistant", "content": case.choices[0].text}]
+async def learn(session: aiohttp.ClientSession, url: str, cases: Sequence[Case], at_once: int) -> None:
+    """Asks for all right answers, `at_once` at a time: so few that none is preempted. Raises `NotStartedError`."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def ask(some: Sequence[Case]) -> None:
+        async with gate:
+            for case in some:  # each turn needs the answer of the one before
+                await _learn_one(session, url, case)
+
+    turns = [case for case in cases if case.kind == "turns"]
+    await asyncio.gather(ask(turns), *(ask([case]) for case in cases if case.kind != "turns"))
+
+
+async def _learn_one(session: aiohttp.ClientSession, url: str, case: Case) -> None:
+    if case.turns_after is not None:
+        case.body["messages"] = [*case.turns_after.messages, *case.body["messages"]]
+    async with asyncio.timeout(REFERENCE_TIMEOUT_S), session.post(url + case.path, json=case.body) as response:
+        data = await response.read()
+        if response.status != 200:
+            raise NotStartedError(f"the reference answered {response.status} to case {case.number}: {data[:300]!r}")
+    answer = orjson.loads(data)
+    choices = sorted(answer["choices"], key=lambda one: int(one["index"]))
+    case.choices = tuple(RightChoice(text_of(one), one["finish_reason"]) for one in choices)
+    case.num_tokens = answer["usage"]["completion_tokens"]
+    if case.kind == "turns":
+        case.messages = [*case.body["messages"], {"role": "assistant", "content": case.choices[0].text}]
 
 
 def text_of(choice: dict[str, Any]) -> str:

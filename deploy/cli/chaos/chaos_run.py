@@ -31,6 +31,7 @@ from .strikes import Striker, StrikeSpan
 from .version_edits import drop_fields
 
 STOPPED = 128 + signal.SIGTERM
+AT_ONCE = 4  # requests to the reference, whose memory is far larger
 LAME_DUCK_S = 3.0  # several times as long as the balancer takes to see it
 ANSWER_S = 180.0  # after the last strike, for the answers that are still due
 
@@ -112,7 +113,10 @@ async def run_chaos(options: ChaosOptions, folder: Path, again: str = "") -> Cha
         ticking = asyncio.create_task(fleet.clock.tick(), name="clock")
         try:
             await asyncio.gather(fleet.start(), *([] if reference is None else [reference.start()]))
-            await _learn(reference.ready["url"] if reference is not None else fleet.fronts[0].ready["url"], cases)
+            if reference is not None:
+                await _learn(reference.ready["url"], cases, AT_ONCE)
+            else:
+                await _learn(fleet.fronts[0].ready["url"], cases, 1)
             if reference is not None:
                 reference.end_all()
             await _strike_and_ask(options, fleet, cases, result)
@@ -150,11 +154,11 @@ async def _strike_and_ask(options: ChaosOptions, fleet: ChaosFleet, cases: list[
         await balancer.aclose()
 
 
-async def _learn(url: str, cases: list[Case]) -> None:
+async def _learn(url: str, cases: list[Case], at_once: int) -> None:
     import aiohttp
 
     async with aiohttp.ClientSession() as session:
-        await learn(session, url, cases)
+        await learn(session, url, cases, at_once)
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@
 #include <array>
 #include <cmath>
 #include <optional>
+#include <utility>
 
 #include "step/batch.h"
 #include "step/phase_times.h"
@@ -91,6 +92,7 @@ class AttentionStep {
         if (scale == 0.0f) scale = 1.0f / std::sqrt(float(layer.shape.head_dim));
         TileReadOrder<Cached> reads{cache, plan.reads.data() + plan.first_read[part]};
         std::array<ChunkState, 2> states;
+        const AttentionItem* loaded = nullptr;  // whose queries are in the thread's buffers
         auto begin = [&](size_t i, int half, bool is_other_pending) {
             ChunkState& state = states[half];
             auto [item, chunk] = plan.chunks[i];
@@ -98,7 +100,7 @@ class AttentionStep {
             Attention& attention =
                 state.attention.emplace(item_attention(batch, plan, *state.item, &layer, cache, scratch_index));
             if constexpr (USES_AMX<Cached>) tiles.configure(attention.tile_config());
-            if (plan.is_split || chunk == state.item->first_chunk())
+            if (std::exchange(loaded, state.item) != state.item)
                 layer.shape.has_latents()
                     ? attention.load_queries(batch.buffers.absorbed, batch.buffers.absorbed_stride, scale)
                     : attention.load_queries(batch.buffers.qkv, batch.buffers.qkv_stride, scale);

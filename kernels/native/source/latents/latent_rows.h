@@ -26,18 +26,25 @@ void write_latent(const float* numbers, int64_t count, int64_t width, T* row) {
 // in AMX [width / 2][16][2]. Null rows are zeros.
 template <class T>
 void put_latent_queries(const float* const* rows, int num_rows, int64_t count, int64_t width, float scale, Operand<T>* to) {
-    for (int r = 0; r < num_rows; r++) {
-        Operand<T> row[MAX_HEAD_DIM];
-        std::fill(row, row + width, Operand<T>());
+    auto put = [&](const float* from, Operand<T>* row) {
         int64_t d = 0;
-        if (rows[r]) {
-            for (; d + W <= count; d += W) store(row + d, mul(load(rows[r] + d), splat(scale)));
-            for (; d < count; d++) convert(rows[r][d] * scale, row + d);
+        if (from) {
+            for (; d + W <= count; d += W) store(row + d, mul(load(from + d), splat(scale)));
+            for (; d < count; d++) convert(from[d] * scale, row + d);
         }
-        if constexpr (USES_AMX<T>)
-            for (int64_t pair = 0; pair < width / 2; pair++) std::memcpy(to + 2 * (pair * AMX_ROWS + r), row + 2 * pair, 4);
-        else
-            std::copy(row, row + width, to + r * width);
+        std::fill(row + d, row + width, Operand<T>());
+    };
+    if constexpr (!USES_AMX<T>) {
+        for (int r = 0; r < num_rows; r++) put(rows[r], to + r * width);
+    } else {
+        Operand<T> some[4][MAX_HEAD_DIM];
+        for (int r = 0; r < AMX_ROWS; r += 4) {
+            for (int i = 0; i < 4; i++) put(rows[r + i], some[i]);
+            for (int64_t d = 0; d < width; d += 8) {
+                const Operand<T>* const four[4] = {some[0] + d, some[1] + d, some[2] + d, some[3] + d};
+                transpose_4(four, to + d * AMX_ROWS + 2 * r, 2 * AMX_ROWS);
+            }
+        }
     }
 }
 

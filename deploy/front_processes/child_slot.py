@@ -10,14 +10,12 @@ from typing import Any
 
 from ...model.errors import ModelError
 from ...runtime.env.log import get_logger
-from ...runtime.processes.child import Child
+from ...runtime.processes.child import Child, child_environment
 from ...runtime.processes.frames import LinkError
 from ...runtime.processes.link import Link
 from ...stages.errors import ConfigError, NotStartedError
-from ...stages.split.process_client import child_environment
-from ...stages.split.protocol import NotStarted, Stop
 from .restarts import Restarts
-from .words import CODEC, LINK_TIMEOUT_S
+from .words import CODEC, LINK_TIMEOUT_S, EndProcess, StartFailed
 
 DEATH_S = 1.0  # from the end of the link to that of the process; then it is killed
 KINDS: Mapping[str, type[Exception]] = {"ConfigError": ConfigError, "ModelError": ModelError}
@@ -81,7 +79,7 @@ class ChildSlot:
     def stop(self) -> None:
         """Has the process end by itself; none takes its place. Idempotent."""
         self._stopping.set()
-        self.post(Stop())
+        self.post(EndProcess())
         if self._link is not None:
             self._link.flush()
 
@@ -133,7 +131,7 @@ class ChildSlot:
         for word in self._make_setup():
             link.post(word)
         if self._stopping.is_set():
-            link.post(Stop())
+            link.post(EndProcess())
         ended, gone = asyncio.ensure_future(child.wait()), asyncio.ensure_future(lost.wait())
         try:
             await asyncio.wait([ended, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +151,7 @@ class ChildSlot:
         return next(map(str, [*self._not_started, *broken]), how)
 
     def _receive(self, word: Any) -> None:
-        if isinstance(word, NotStarted):
+        if isinstance(word, StartFailed):
             self._not_started.append(KINDS.get(word.kind, NotStartedError)(word.reason))
         else:
             self._on_word(word)

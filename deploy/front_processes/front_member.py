@@ -17,10 +17,10 @@ from ...runtime.processes.lasting_starter import continue_with_starter
 from ...runtime.processes.link import Link
 from ...runtime.processes.transport import SocketTransport
 from ...runtime.startup.load_progress import LoadState
-from ...stages.split.protocol import Stop
 from .words import (
     CODEC,
     LINK_TIMEOUT_S,
+    EndProcess,
     FleetStates,
     FrontState,
     LoadingState,
@@ -71,7 +71,7 @@ class ChildLink:
     def _receive(self, word: Any) -> None:
         if not self.setup.done():
             self.setup.set_result(word)
-        elif isinstance(word, Stop):
+        elif isinstance(word, EndProcess):
             self.stopping.set()
         else:
             self._on_word(word)

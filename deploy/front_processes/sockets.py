@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ...runtime.processes.transport import SocketTransport
 from ...stages.errors import ConfigError
-from ...stages.machines.engine_peers import name_of
 from ..config import ServerConfig
 from ..http.listening import ListeningSockets
 
@@ -114,24 +113,3 @@ class UnixListener:
         except OSError:  # it has gone; or there are too many files, and the next turn tries again
             return
         self._on_connect(SocketTransport(sock))
-
-
-class UnixPeer:
-    """An engine of this machine at a Unix socket; see `EnginePeer` of `stages/machines`."""
-
-    def __init__(self, path: str, index: int, on_stuck: Callable[[int], object]) -> None:
-        self.name = name_of((path, index))
-        self._path, self._index, self._on_stuck = path, index, on_stuck
-
-    async def connect(self) -> SocketTransport:
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(sock, self._path)
-        except BaseException:
-            sock.close()
-            raise
-        return SocketTransport(sock)
-
-    def note_stuck(self) -> None:
-        self._on_stuck(self._index)

@@ -1,9 +1,9 @@
 """The messages between the supervisor and its children, over a link to each.
 
-FrontSetup, FleetStates, MetricsWanted, MetricsSum, LoadingState, Stop   supervisor -> front
-FrontReady, NotStarted, MetricsTaken, MetricsAsked, EngineStuck          front -> supervisor
-CoreSetup, Stop                                                          supervisor -> core
-CoreReady, CoreLoading, NotStarted                                       core -> supervisor
+FrontSetup, FleetStates, MetricsWanted, MetricsSum, LoadingState, EndProcess   supervisor -> front
+FrontReady, StartFailed, MetricsTaken, MetricsAsked, EngineStuck          front -> supervisor
+CoreSetup, EndProcess                                                          supervisor -> core
+CoreReady, CoreLoading, StartFailed                                       core -> supervisor
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from ...runtime.message import message
 from ...runtime.processes.wire import Codec
 from ...runtime.startup.load_progress import LoadState
 from ...stages.config import EngineConfig
-from ...stages.split.protocol import NotStarted, Stop
 from ..config import ServerConfig
 
 LINK_TIMEOUT_S = 30.0  # without a sign of life of the other end: a child that hangs is replaced
@@ -49,6 +48,19 @@ class CoreSetup:
     folder: str
     prefix_key: bytes
     shutdown_timeout_s: float
+
+
+@message
+class EndProcess:
+    """Ends the process: a front after its drain, an engine after that of its requests."""
+
+
+@message
+class StartFailed:
+    """The process cannot start, and ends."""
+
+    kind: str  # name of the error type: ConfigError, ModelError, or another
+    reason: str
 
 
 @message
@@ -137,7 +149,7 @@ class EngineStuck:
 
 CODEC = Codec(
     [
-        *(FrontSetup, CoreSetup, Stop, NotStarted, FrontReady, CoreReady, CoreLoading, LoadingState),
+        *(FrontSetup, CoreSetup, EndProcess, StartFailed, FrontReady, CoreReady, CoreLoading, LoadingState),
         *(FrontState, FleetStates, MetricsWanted, MetricsTaken, MetricsAsked, MetricsSum, EngineStuck),
         *(EngineConfig, ServerConfig, LoadState),
     ]

@@ -82,6 +82,7 @@ class LiveRequest(Shape):
     num_generated_tokens: Count
     num_blocks: Count
     preemptions: Count
+    front: Count | None = None  # of several, that has it
 
 
 class Requests(Shape):

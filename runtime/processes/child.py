@@ -76,6 +76,17 @@ class Child:
             self.process.kill()
 
 
+def child_environment() -> dict[str, str]:
+    """This process's environment and module path, for a child, without the server's secrets."""
+    secret = ("MILLRACE_API_KEY", "MILLRACE_ADMIN_KEY", "MILLRACE_SSL")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
+    ours = [path or os.getcwd() for path in sys.path]
+    environment["PYTHONPATH"] = os.pathsep.join(
+        path for path in ours if not path.startswith((sys.prefix, sys.base_prefix))
+    )
+    return environment
+
+
 def shared_file(num_bytes: int) -> int:
     """The descriptor of an unnamed file, for shared memory.
 

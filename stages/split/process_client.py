@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 from ...model.errors import ModelError
 from ...runtime.env.log import get_logger
 from ...runtime.fault_injection import Fault
-from ...runtime.processes.child import Child
+from ...runtime.processes.child import Child, child_environment
 from ...runtime.processes.frames import LinkError
 from ...runtime.processes.link import Link
 from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
@@ -222,14 +220,3 @@ class EngineClient:
             self._started.set_exception(EngineDied(f"the engine process ended before it was ready: {how}"))
         if not self.died.done() and not self._is_stopping:
             self.died.set_result(how)
-
-
-def child_environment() -> dict[str, str]:
-    """This process's environment and module path, for a child, without the server's secrets."""
-    secret = ("MILLRACE_API_KEY", "MILLRACE_ADMIN_KEY", "MILLRACE_SSL")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(secret)}
-    ours = [path or os.getcwd() for path in sys.path]
-    environment["PYTHONPATH"] = os.pathsep.join(
-        path for path in ours if not path.startswith((sys.prefix, sys.base_prefix))
-    )
-    return environment

@@ -29,10 +29,9 @@ from ....stages.errors import ConfigError
 from ....stages.machines.engine_server import EngineServer
 from ....stages.machines.route_engine import warm_up_own
 from ....stages.split.engine_process import load
-from ....stages.split.protocol import NotStarted
 from ...front_processes.front_member import ChildLink
 from ...front_processes.sockets import UnixListener
-from ...front_processes.words import CoreLoading, CoreReady, CoreSetup
+from ...front_processes.words import CoreLoading, CoreReady, CoreSetup, StartFailed
 
 PROGRESS_S = 0.5  # between two messages about loading
 
@@ -69,12 +68,12 @@ async def _live(sock: socket) -> tuple[int, bool]:
         code = await _run(link, engine, listener, setup.shutdown_timeout_s)
         return code, engine.is_device_lost
     except (ConfigError, ModelError) as error:
-        link.post(NotStarted("ConfigError" if isinstance(error, ConfigError) else "ModelError", str(error)))
+        link.post(StartFailed("ConfigError" if isinstance(error, ConfigError) else "ModelError", str(error)))
     except (ThreadNotStarted, OSError, MemoryError) as error:
-        link.post(NotStarted(type(error).__name__, str(error) or "no memory"))
+        link.post(StartFailed(type(error).__name__, str(error) or "no memory"))
     except Exception as error:
         log.error("engine_process.not_started", error=type(error).__name__, exc_info=error)
-        link.post(NotStarted(type(error).__name__, f"{type(error).__name__}; see the server's log"))
+        link.post(StartFailed(type(error).__name__, f"{type(error).__name__}; see the server's log"))
     finally:
         if engine is not None:
             await engine.aclose()

@@ -25,10 +25,10 @@ from ....stages.errors import ConfigError
 from ....stages.machines.engine_peers import EnginePeer, TcpPeer
 from ....stages.machines.engine_sources import Address, EngineSource, FixedAddress
 from ....stages.machines.membership import Members
-from ....stages.split.protocol import NotStarted
 from ...front_processes.front_member import FrontMember
-from ...front_processes.sockets import UNIX, UnixPeer
-from ...front_processes.words import EngineStuck, FrontReady, FrontSetup
+from ...front_processes.sockets import UNIX
+from ...front_processes.unix_peer import UnixPeer
+from ...front_processes.words import EngineStuck, FrontReady, FrontSetup, StartFailed
 from ...http.listening import ListeningSockets
 from ..machines.addresses import parse_source, prefix_key, read_key
 from ..machines.route import RoutedEngine
@@ -128,14 +128,14 @@ def _source(index: int, text: str) -> EngineSource:
     return parse_source(text)
 
 
-def _not_started(error: BaseException) -> NotStarted:
+def _not_started(error: BaseException) -> StartFailed:
     """Why the front cannot start, or has ended."""
     for kind in (ConfigError, ModelError):
         if isinstance(error, kind):
-            return NotStarted(kind.__name__, str(error))
+            return StartFailed(kind.__name__, str(error))
     if not isinstance(error, (ThreadNotStarted, OSError, MemoryError)):
         log.error("front_process.failed", error=type(error).__name__, exc_info=error)
-    return NotStarted(type(error).__name__, str(error) or type(error).__name__)
+    return StartFailed(type(error).__name__, str(error) or type(error).__name__)
 
 
 if __name__ == "__main__":

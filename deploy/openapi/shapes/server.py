@@ -58,12 +58,24 @@ class MissingEngine(Shape):
     reason: str | None
 
 
+class FrontProcess(Shape):
+    """A front of several, and why it takes no requests."""
+
+    number: Count
+    pid: Count  # 0: there is none now
+    state: Literal["loading", "ready", "stopped"]
+    reason: str | None
+    num_restarts: Count
+
+
 class Ready(Shape):
-    """The server accepts requests; `degraded`: engines are missing, and others serve."""
+    """The server accepts requests; `degraded`: engines or fronts are missing, and others serve."""
 
     status: Literal["ready", "degraded"]
     reason: str | None = None
     missing_engines: list[MissingEngine] | None = None
+    front: Count | None = None  # that answers, of several; the next has all
+    fronts: list[FrontProcess] | None = None
 
 
 class FileProgress(Shape):
@@ -92,6 +104,8 @@ class NotReady(Shape):
     stage: str | None
     reason: str | None
     progress: LoadingProgress | None = None  # while the model is loading
+    front: Count | None = None  # as of Ready
+    fronts: list[FrontProcess] | None = None
 
 
 class Weights(Shape):
@@ -213,6 +227,8 @@ class Process(Shape):
     mode: Literal["inline", "split"]
     engine_pid: Count | None
     engines: list[EngineOfFleet]  # empty unless there are several
+    front: Count | None = None  # that answers, of several
+    fronts: list[FrontProcess] | None = None
 
 
 class Graphs(Shape):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.bench.front_processes import measure
 from tests.deploy.running import RunningServer
 
 IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
@@ -70,6 +71,7 @@ def text_of(server: RunningServer, number: int, max_tokens: int) -> str:
     return "".join(choice["text"] for event in events[:-1] for choice in event["choices"])
 
 
+@pytest.mark.skipif(not IS_FULL, reason="MILLRACE_FULL")
 def test_two_fronts_are_one_server_and_leave_nothing_behind(folder: Path) -> None:
     with RunningServer(command=SERVE) as server:
         assert server.ready["fronts"] == 2
@@ -146,6 +148,13 @@ def test_a_front_that_keeps_ending_ends_the_server_with_status_1(folder: Path) -
             os.kill(next(one["pid"] for one in fronts(server) if one["number"] == 1), signal.SIGKILL)
         assert server.process.wait(60.0) == 1
         assert "front 1 is given up: it has ended 5 times in 2 minutes" in server.errors()
+
+
+@pytest.mark.skipif(not IS_FULL, reason="MILLRACE_FULL")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 4, reason="needs 4 cores: two fronts, the engine and the clients")
+def test_two_fronts_take_1_7_times_the_requests_of_one() -> None:
+    found = measure(("split", "fronts-2"), ("completion",), rounds=5, seconds=2.0)["completion"]
+    assert found["fronts-2"] >= 1.7 * found["split"], found
 
 
 @pytest.mark.skipif(not IS_FULL, reason="MILLRACE_FULL")

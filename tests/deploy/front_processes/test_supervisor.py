@@ -1,0 +1,68 @@
+"""`Supervisor` with children that have no server and no model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.deploy.config import ServerConfig
+from millrace.deploy.front_processes.supervisor import ServerPlan, Supervisor
+from millrace.stages.config import EngineConfig
+from millrace.stages.errors import ConfigError
+from tests.deploy.sockets import on_loop, until
+
+LIGHT = "tests.deploy.front_processes.light_child"
+
+
+def plan(**server: Any) -> ServerPlan:
+    return ServerPlan(
+        front_module=LIGHT,
+        core_module=LIGHT,
+        engine_config=EngineConfig(threads=1),
+        server_config=ServerConfig(port=0, front_processes=2, **server),
+        sources={},
+    )
+
+
+@asynccontextmanager
+async def supervised(made: ServerPlan) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(made)
+    try:
+        supervisor.open()
+        yield supervisor
+    finally:
+        await supervisor.aclose()
+
+
+@on_loop
+async def test_a_front_that_ends_is_replaced_and_all_end_in_order(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    async with supervised(plan()) as supervisor:
+        await supervisor.start()
+        assert supervisor.models == ["light"] and supervisor.port > 0
+        (folder,) = tmp_path.iterdir()
+        assert folder.stat().st_mode & 0o077 == 0
+        first, second = supervisor.fronts
+        kept, killed = second.pid, first.pid
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: first.num_restarts == 1 and first.state == "ready")
+        assert first.pid not in (0, killed) and second.pid == kept and second.num_restarts == 0
+        assert not supervisor.failed.is_set()
+        await supervisor.stop()
+        assert {slot.state for slot in [*supervisor.fronts, *supervisor.cores]} == {"stopped"}
+        assert supervisor.failure is None
+    assert not list(tmp_path.iterdir())
+
+
+@on_loop
+async def test_what_a_first_child_cannot_do_is_raised_as_it_says_it() -> None:
+    async with supervised(plan(host="localhost")) as supervisor:
+        with pytest.raises(ConfigError, match="it has no name"):
+            await supervisor.start()

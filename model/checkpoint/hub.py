@@ -107,6 +107,26 @@ def resolve(
     return root
 
 
+def resolve_text(
+    model: str | None, *, revision: str | None = None, download_dir: Path | None = None, offline: bool = False
+) -> Path | None:
+    """The folder of a Hub id's files besides its weights; None for a model that is named otherwise, or is GGUF alone.
+
+    Blocks during a download. Raises DownloadError.
+    """
+    if model is None or model == BUNDLED or os.path.exists(Path(model).expanduser()):
+        return None
+    if "://" in model and not model.startswith(HUB_SCHEME):
+        return None
+    model, quant = _split(model)
+    name, revision, folder = _hub_address(model, revision)
+    if quant is not None or folder.endswith(".gguf") or not HUB_ID.fullmatch(name):
+        return None
+    offline = offline or _is_offline()
+    root = _snapshot(name, revision, download_dir, None, offline, None, _below(folder, SMALL)) / folder
+    return root if (root / "config.json").exists() else None
+
+
 def resolve_tokenizer(name: str, download_dir: Path | None = None, offline: bool = False) -> Path:
     """The folder of a tokenizer's files: a local one, or a Hub id, perhaps with @revision, without its weights.
 

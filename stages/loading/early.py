@@ -168,6 +168,15 @@ def resolve(config: EngineConfig, progress: LoadProgress | None = None) -> Path:
     return LinkedFolder(root) if config.allow_links_outside else root
 
 
+def resolve_text(config: EngineConfig) -> Path:
+    """The folder of the model's files, perhaps without its weights. Downloads no weights where it can do without."""
+    download_dir = Path(config.download_dir) if config.download_dir else None
+    found = hub.resolve_text(config.model, revision=config.revision, download_dir=download_dir, offline=config.offline)
+    if found is None:
+        return resolve(config)
+    return LinkedFolder(found) if config.allow_links_outside else found
+
+
 def _check_file_fits(config: EngineConfig, name: str, num_bytes: int, others: Mapping[str, int]) -> None:
     """Raises `ConfigError` for a GGUF file that is larger than the free memory, before it is downloaded."""
     _check_on_cpu(config, name, "stored", num_bytes, others)

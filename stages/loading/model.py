@@ -40,7 +40,7 @@ from ..params import NUMBERS, SamplingParams
 from ..sample.sampler import Sampler
 from ..tasks import Task
 from ..tokenize.prompt_encoder import ModelEncoder
-from .early import EarlyLoading, OpenedModel, max_model_len_of, resolve
+from .early import EarlyLoading, OpenedModel, max_model_len_of, resolve, resolve_text
 from .model_impl import check_dtype, choose_impl
 from .native_choice import require_torch
 from .text_parts import TextParts, configured_pooling, read_text
@@ -93,19 +93,20 @@ class ModelText:
         return IncrementalDecoder.after(self.text_table, prompt, params.skip_special_tokens)
 
 
-def load_text(config: EngineConfig, phases: Phases) -> Callable[[ModelInfo], ModelText]:
+def load_text(config: EngineConfig, phases: Phases, *, with_weights: bool = True) -> Callable[[ModelInfo], ModelText]:
     """Loads the parts of a model that handle text.
 
     Returns a function of the `ModelInfo` of the engine process. Blocks until done; run it in a thread. Raises as
-    `load_model` does, and `ConfigError` for an encoder model.
+    `load_model` does, and `ConfigError` for an encoder model. Without `with_weights`, the engine is elsewhere: weights
+    are neither downloaded nor looked at.
     """
-    root = resolve(config)
+    root = resolve(config) if with_weights else resolve_text(config)
     if is_bidirectional(root):
         raise not_for_encoders(config)
     shape, _ = choose_impl(config, root)
     if shape is None:
         shape = _read_through_transformers(config, root, phases)
-    else:
+    elif with_weights:
         _, shape = open_source(root, shape, config.load_format)  # its sizes are those of the files
     text = read_text(config, root, shape, hub.model_name(config.model), phases)
     return lambda info: ModelText(info, text.tokenizer, text.encoder, text.table)

@@ -15,7 +15,7 @@ from ..engine.core import WarmUp
 from ..engine.engine import Engine
 from ..fleet.fleet_processes import FleetProcesses
 from ..split.protocol import EngineReady
-from ..split.remote_core import ReadText, RemoteCore, read_text
+from ..split.remote_core import ReadText, RemoteCore, read_text_alone
 from .connected_hosts import check_alike, hosts_of
 from .engine_peers import EnginePeer, look_at
 from .engine_server import EngineServer
@@ -44,7 +44,7 @@ class RouteEngine(Engine):
         prefix_key: bytes | None = None,
         *,
         warm_up: WarmUp | None = None,
-        read_text: ReadText = read_text,
+        read_text: ReadText = read_text_alone,
         **options: Any,
     ) -> None:
         members = members if isinstance(members, Members) else Members.of(members)

@@ -75,6 +75,13 @@ async def read_text(config: EngineConfig, phases: Phases, env: Env) -> Callable[
     return await env.run_in_thread(load_text, config, phases)
 
 
+async def read_text_alone(config: EngineConfig, phases: Phases, env: Env) -> Callable[[ModelInfo], LoadedText]:
+    """As `read_text`, without the weights, which only engines elsewhere have."""
+    from ..loading.model import load_text
+
+    return await env.run_in_thread(partial(load_text, with_weights=False), config, phases)
+
+
 class RemoteCore:
     """See `Core`. The engine processes report their state a few times a second; `refresh` requests it now.
 

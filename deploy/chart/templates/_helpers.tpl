@@ -27,27 +27,43 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- toYaml (merge $own .Values.settings) }}
 {{- end }}
 
-{{- /* A probe of `path`: kubelet names a pod by its address, which `allowed_host` may exclude. */}}
+{{- /* What engine.yaml holds, of the engines of a fleet. */}}
+{{- define "millrace.engineSettings" -}}
+{{- $own := dict "shutdown_timeout_s" .Values.shutdownSeconds "download_dir" "/models" }}
+{{- if .Values.model }}{{ $_ := set $own "model" .Values.model }}{{ end }}
+{{- toYaml (merge $own .Values.fleet.engineSettings) }}
+{{- end }}
+
+{{- /* A probe of `path` at `port`, by default http: kubelet names a pod by its address, which `allowed_host` may exclude. */}}
 {{- define "millrace.probe" -}}
 httpGet:
   path: {{ .path }}
-  port: http
-  scheme: {{ if .root.Values.settings.ssl_certfile }}HTTPS{{ else }}HTTP{{ end }}
+  port: {{ .port | default "http" }}
+  scheme: {{ if and (not .port) .root.Values.settings.ssl_certfile }}HTTPS{{ else }}HTTP{{ end }}
   httpHeaders:
     - {name: Host, value: localhost}
 {{- end }}
 
-{{- /* The pod of `root` whose container runs `args`; only one that serves has a port and probes. */}}
+{{- /* The pod of `root` whose container runs `args`; only one that serves has a port and probes. In a fleet its `role` is
+route or engine: an engine serves fronts, and its pages are probed. */}}
 {{- define "millrace.pod" -}}
 {{- $v := .root.Values -}}
+{{- $isEngine := eq (.role | default "") "engine" -}}
+{{- $isRoute := eq (.role | default "") "route" -}}
+{{- $hasKeys := and $v.apiKeys.secret (not $isEngine) -}}
+{{- $gpus := ternary 0 (int $v.gpus) $isRoute -}}
+{{- $resources := ternary $v.fleet.routeResources $v.resources $isRoute -}}
 metadata:
   labels:
     {{- include "millrace.labels" .root | nindent 4 }}
+    {{- with .role }}
+    app.kubernetes.io/component: {{ . }}
+    {{- end }}
     {{- with $v.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
-    checksum/settings: {{ include "millrace.settings" .root | sha256sum }}
+    checksum/settings: {{ include (ternary "millrace.engineSettings" "millrace.settings" $isEngine) .root | sha256sum }}
     {{- with $v.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -60,8 +76,8 @@ spec:
   {{- with $v.priorityClassName }}
   priorityClassName: {{ . }}
   {{- end }}
-  {{- with $v.runtimeClass }}
-  runtimeClassName: {{ . }}
+  {{- if and $v.runtimeClass (not $isRoute) }}
+  runtimeClassName: {{ $v.runtimeClass }}
   {{- end }}
   {{- with $v.imagePullSecrets }}
   imagePullSecrets:
@@ -86,7 +102,26 @@ spec:
           valueFrom:
             secretKeyRef: {name: {{ . }}, key: {{ $v.huggingFaceToken.key }}}
       {{- end }}
-      {{- if .serves }}
+      {{- if $isEngine }}
+      ports:
+        - {name: fleet, containerPort: 7000}
+        - {name: metrics, containerPort: 9100}
+      startupProbe:
+        {{- include "millrace.probe" (dict "root" .root "path" "/health" "port" "metrics") | nindent 8 }}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: {{ div (add $v.startSeconds 4) 5 }}
+      readinessProbe:
+        {{- include "millrace.probe" (dict "root" .root "path" "/health" "port" "metrics") | nindent 8 }}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 2
+      livenessProbe:
+        {{- include "millrace.probe" (dict "root" .root "path" "/health/live" "port" "metrics") | nindent 8 }}
+        periodSeconds: 10
+        timeoutSeconds: 10
+        failureThreshold: 6
+      {{- else if .serves }}
       ports:
         - {name: http, containerPort: 8000}
       startupProbe:
@@ -110,11 +145,11 @@ spec:
       {{- end }}
       resources:
         requests:
-          {{- toYaml $v.resources.requests | nindent 10 }}
+          {{- toYaml $resources.requests | nindent 10 }}
         limits:
-          {{- toYaml $v.resources.limits | nindent 10 }}
-          {{- if $v.gpus }}
-          {{ $v.gpuResource }}: {{ $v.gpus }}
+          {{- toYaml $resources.limits | nindent 10 }}
+          {{- if $gpus }}
+          {{ $v.gpuResource }}: {{ $gpus }}
           {{- end }}
       securityContext:
         allowPrivilegeEscalation: false
@@ -122,26 +157,39 @@ spec:
         capabilities: {drop: [ALL]}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
-        - {name: models, mountPath: /models{{ if $v.models.readOnly }}, readOnly: true{{ end }}}
+        - {name: models, mountPath: /models{{ if and $v.models.readOnly (not $isRoute) }}, readOnly: true{{ end }}}
         - {name: settings, mountPath: /etc/millrace/settings, readOnly: true}
-        {{- if $v.apiKeys.secret }}
+        {{- if $hasKeys }}
         - {name: keys, mountPath: /etc/millrace/keys, readOnly: true}
         {{- end }}
-        {{- if or (not .serves) (gt (int $v.gpus) 1) }}
+        {{- if .role }}
+        - {name: fleet, mountPath: /etc/millrace/fleet, readOnly: true}
+        {{- end }}
+        {{- if or (not .serves) (gt $gpus 1) }}
         - {name: shared-memory, mountPath: /dev/shm}
         {{- end }}
   volumes:
     - name: tmp
       emptyDir: {}
     - name: models
-      {{- if $v.models.claim }}
+      {{- if $isRoute }}
+      emptyDir: {}
+      {{- else if $v.models.claim }}
       persistentVolumeClaim: {claimName: {{ $v.models.claim }}{{ if $v.models.readOnly }}, readOnly: true{{ end }}}
       {{- else }}
       emptyDir: {sizeLimit: {{ $v.models.sizeLimit }}}
       {{- end }}
     - name: settings
       configMap: {name: {{ include "millrace.name" .root }}}
-    {{- if $v.apiKeys.secret }}
+    {{- if .role }}
+    - name: fleet
+      secret:
+        secretName: {{ $v.fleet.keySecret }}
+        defaultMode: 0440
+        items:
+          - {key: {{ $v.fleet.key }}, path: {{ $v.fleet.key }}}
+    {{- end }}
+    {{- if $hasKeys }}
     - name: keys
       secret:
         secretName: {{ $v.apiKeys.secret }}
@@ -149,7 +197,7 @@ spec:
         items:
           - {key: {{ $v.apiKeys.key }}, path: {{ $v.apiKeys.key }}}
     {{- end }}
-    {{- if or (not .serves) (gt (int $v.gpus) 1) }}
+    {{- if or (not .serves) (gt $gpus 1) }}
     - name: shared-memory
       emptyDir: {medium: Memory}
     {{- end }}
@@ -160,6 +208,10 @@ spec:
       labelSelector:
         matchLabels:
           {{- include "millrace.selector" .root | nindent 10 }}
+          {{- with .role }}
+          app.kubernetes.io/component: {{ . }}
+          {{- end }}
+  {{- if not $isRoute }}
   {{- with $v.nodeSelector }}
   nodeSelector:
     {{- toYaml . | nindent 4 }}
@@ -171,5 +223,6 @@ spec:
   {{- with $v.tolerations }}
   tolerations:
     {{- toYaml . | nindent 4 }}
+  {{- end }}
   {{- end }}
 {{- end }}

@@ -13,19 +13,22 @@ CHART = ROOT / "deploy" / "chart"
 VALUES = Path(__file__).parent / "values"
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(path.stem for path in VALUES.glob("*.yaml"))
-SHOWN = {"pods": "keda", "multinode": "gpu"}  # topology -> the values of its golden file
+SHOWN = {"pods": "keda", "fleet": "keda", "multinode": "gpu"}  # topology -> the values of its golden file
 # What turns any value file into one of a group of pods; the arguments are the chart's user's.
 MULTINODE = {
     "topology": "multinode",
     "autoscaling": {"kind": "none"},
     "multinode": {"groupSize": 2, "leaderArgs": ["--print-config"], "workerArgs": ["collect-env"]},
 }
+# What turns any value file into one of fronts and engines.
+FLEET = {"topology": "fleet", "fleet": {"keySecret": "fleet", "engineSettings": {"max_num_seqs": 64}}}
+CHANGED: dict[str, dict[str, Any]] = {"pods": {}, "fleet": FLEET, "multinode": MULTINODE}
 
 
 def values(name: str, topology: str = "pods") -> dict[str, Any]:
     """A value file, for a topology."""
     found: dict[str, Any] = yaml.safe_load((VALUES / f"{name}.yaml").read_text())
-    return found if topology == "pods" else found | MULTINODE
+    return found | CHANGED[topology]
 
 
 def render(given: dict[str, Any]) -> str:

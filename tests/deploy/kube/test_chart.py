@@ -1,4 +1,4 @@
-"""The chart by helm: lint, templates of both topologies, strict validation of what they make, and what is refused."""
+"""The chart by helm: lint, templates of all topologies, strict validation of what they make, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.kube.chart import CHART, GOLDEN, MULTINODE, NAMES, SHOWN, documents, golden, render, values
+from tests.deploy.kube.chart import CHART, FLEET, GOLDEN, MULTINODE, NAMES, SHOWN, documents, golden, render, values
 from tests.deploy.kube.tools import FOLDER, INSTALL, needs, run
 
 pytestmark = needs("helm")
 
-TOPOLOGIES = ("pods", "multinode")
+TOPOLOGIES = ("pods", "fleet", "multinode")
 VERSIONS = ("1.34.0", "1.35.0", "1.36.0", "1.37.0")  # of Kubernetes
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "LeaderWorkerSet"}
 HAS_MODELS = any(FOLDER.glob("venv/lib/python*/site-packages/cloudcoil/models/keda"))
@@ -94,7 +94,12 @@ def test_objects_of_keda_and_the_prometheus_operator_have_only_fields_that_these
         ({"settings": {"port": 9000}}, "settings.port: the chart sets it itself"),
         ({"autoscaling": {"kind": "keda"}}, "autoscaling.prometheusAddress: keda asks Prometheus"),
         ({"autoscaling": {"minReplicas": 5}}, "autoscaling.minReplicas: 5 is above maxReplicas"),
-        (MULTINODE | {"autoscaling": {"kind": "hpa"}}, "autoscaling.kind: scales the topology pods alone"),
+        (MULTINODE | {"autoscaling": {"kind": "hpa"}}, "autoscaling.kind: scales the topologies pods and fleet alone"),
+        (FLEET | {"fleet": {}}, "fleet.keySecret: name a Secret with the key that engines and fronts share"),
+        (
+            FLEET | {"fleet": {"keySecret": "k", "engineSettings": {"model": "m"}}},
+            "fleet.engineSettings.model: the chart sets it itself",
+        ),
         ({"replcas": 2}, "additional properties 'replcas' not allowed"),
     ],
 )

@@ -23,17 +23,20 @@ ROUTES = re.findall(r'web\.get\("([^"]+)"', (ROOT / "deploy/server/routes.py").r
 METRICS = "\n".join(path.read_text() for path in (ROOT / "deploy" / "metrics").glob("*.py"))
 
 
-def objects(topology: str) -> dict[str, dict[str, Any]]:
-    """The objects of a golden file, by kind."""
+def objects(topology: str, of_engines: bool = False) -> dict[str, dict[str, Any]]:
+    """The objects of a golden file, by kind; in a fleet those of its fronts, or of its engines."""
     found = documents((GOLDEN / f"{topology}.yaml").read_text())
+    found = [one for one in found if one["metadata"]["name"].endswith("-engine") == of_engines]
     assert len({one["kind"] for one in found}) == len(found)
     return {one["kind"]: one for one in found}
 
 
 def pods(topology: str) -> Iterator[dict[str, Any]]:
     found = objects(topology)
-    if topology == "pods":
+    if topology != "multinode":
         yield found["Deployment"]["spec"]["template"]
+        if topology == "fleet":
+            yield objects(topology, of_engines=True)["StatefulSet"]["spec"]["template"]
         return
     group = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
     yield from (group["leaderTemplate"], group["workerTemplate"])
@@ -88,12 +91,68 @@ def test_selectors_find_the_pods_and_no_object_is_of_another_release(topology: s
 
 
 def test_only_clients_and_a_groups_own_pods_may_connect() -> None:
-    for topology, num_rules in (("pods", 1), ("multinode", 2)):
+    for topology, num_rules in (("pods", 1), ("fleet", 1), ("multinode", 2)):
         policy = objects(topology)["NetworkPolicy"]["spec"]
         assert policy["policyTypes"] == ["Ingress", "Egress"] and len(policy["ingress"]) == num_rules
         assert all(rule["from"] for rule in policy["ingress"])  # an empty list would let all in
         assert policy["ingress"][0]["ports"] == [{"protocol": "TCP", "port": "http"}]
-        assert len(objects(topology)["NetworkPolicy"]["spec"]["egress"]) == (1 if topology == "pods" else 3)
+        assert (
+            len(objects(topology)["NetworkPolicy"]["spec"]["egress"])
+            == {"pods": 1, "fleet": 2, "multinode": 3}[topology]
+        )
+
+
+def test_engines_of_a_fleet_take_fronts_alone_and_are_found_by_the_name_of_their_service(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fronts, engines = objects("fleet"), objects("fleet", of_engines=True)
+    policy, labels = engines["NetworkPolicy"]["spec"], engines["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
+    assert policy["ingress"][0]["ports"] == [{"protocol": "TCP", "port": "fleet"}]
+    front_labels = fronts["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    (peer,) = policy["ingress"][0]["from"]
+    allowed = peer["podSelector"]["matchLabels"].items()
+    assert allowed <= front_labels.items() and not allowed <= labels.items()
+    (out,) = fronts["NetworkPolicy"]["spec"]["egress"][-1]["to"]
+    assert out["podSelector"]["matchLabels"].items() <= labels.items()
+    for found, own, other in ((fronts, front_labels, labels), (engines, labels, front_labels)):
+        workload = found.get("Deployment") or found["StatefulSet"]
+        for selector in (
+            *(found["Service"]["spec"]["selector"], found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]),
+            *(
+                found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+                workload["spec"]["selector"]["matchLabels"],
+            ),
+        ):
+            assert selector.items() <= own.items() and not selector.items() <= other.items()
+    service = engines["Service"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert engines["StatefulSet"]["spec"]["serviceName"] == service["metadata"]["name"]
+    (front,), (engine,) = (pod["spec"]["containers"] for pod in pods("fleet"))
+    address = f"dns:{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    assert front["args"][0] == "route" and address in front["args"]
+    assert engine["args"][0] == "engine" and "0.0.0.0:7000" in engine["args"]
+    assert [port["containerPort"] for port in engine["ports"]] == [7000, 9100]
+    key = tmp_path / "key"
+    key.write_text("a key of 32 characters or longer")
+    key.chmod(0o600)
+    for container, name in ((front, "millrace.yaml"), (engine, "engine.yaml")):
+        settings = fronts["ConfigMap"]["data"][name].replace("/etc/millrace/keys/api-keys", str(key))
+        (tmp_path / name).write_text(settings)
+        arguments = [each.replace("/etc/millrace/settings", str(tmp_path)) for each in container["args"]]
+        arguments = [re.sub("/etc/millrace/fleet/.*", str(key), each) for each in arguments]
+        assert cli.main([*arguments, "--print-config"]) == 0, capsys.readouterr()
+    assert "keys" not in {volume["name"] for volume in list(pods("fleet"))[1]["spec"]["volumes"]}
+
+
+def test_a_fleet_scales_its_engines_by_what_waits_at_its_fronts() -> None:
+    fronts, engines = objects("fleet"), objects("fleet", of_engines=True)
+    target = fronts["ScaledObject"]["spec"]["scaleTargetRef"]
+    assert target == {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "name": engines["StatefulSet"]["metadata"]["name"],
+    }
+    assert "replicas" not in engines["StatefulSet"]["spec"] and "replicas" in fronts["Deployment"]["spec"]
 
 
 def test_scaling_asks_for_metrics_of_the_server_and_owns_the_number_of_replicas() -> None:
@@ -129,7 +188,8 @@ def test_the_server_accepts_the_settings_that_the_chart_writes(
     settings = yaml.safe_load(text) | {"api_key_file": str(tmp_path / "keys")}
     (tmp_path / "millrace.yaml").write_text(yaml.safe_dump(settings))
     args = next(pods(topology))["spec"]["containers"][0]["args"]
-    assert args[:3] == ["serve", "--config", "/etc/millrace/settings/millrace.yaml"]
+    command = "route" if topology == "fleet" else "serve"
+    assert args[:3] == [command, "--config", "/etc/millrace/settings/millrace.yaml"]
     assert cli.main(["serve", "--config", str(tmp_path / "millrace.yaml"), "--print-config"]) == 0
     shown = capsys.readouterr().out
     assert "0.0.0.0" in shown and "/models" in shown
@@ -177,16 +237,17 @@ def merge(base: Any, over: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_schema_accepts_each_value_file_in_both_topologies(name: str) -> None:
+def test_the_schema_accepts_each_value_file_in_each_topology(name: str) -> None:
     jsonschema.Draft7Validator.check_schema(SCHEMA)
-    assert [refused(values(name, topology)) for topology in SHOWN] == ["", ""]
+    assert [refused(values(name, topology)) for topology in SHOWN] == [""] * len(SHOWN)
 
 
 @pytest.mark.parametrize(
     ("given", "where"),
     [
         ({"replcas": 2}, "$: Additional"),
-        ({"topology": "fleet"}, "$.topology"),
+        ({"topology": "fleets"}, "$.topology"),
+        ({"fleet": {"drainBy": "force"}}, "$.fleet.drainBy"),
         ({"topology": "multinode"}, "$.multinode.workerArgs"),
         ({"replicas": -1}, "$.replicas"),
         ({"replicas": "2"}, "$.replicas"),

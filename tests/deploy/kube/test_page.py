@@ -26,7 +26,14 @@ PAGE = ROOT / "deploy" / "docs" / "deployment.md"
 BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 COMMANDS = [shlex.split(line) for block in BLOCKS for line in block.splitlines()]
 PROGRAMS = {"millrace", "curl", "docker", "kubectl", "helm", "pip", "ray", "serve", "(umask"}  # serve: Ray's
-OF_COMMANDS = {"--listen", "--fleet-key-file", "--metrics-port", "--engine"}  # options that are no settings
+OF_COMMANDS = {
+    "--listen",
+    "--fleet-key-file",
+    "--metrics-port",
+    "--engine",
+    "--fleet",
+    "--minutes",
+}  # options that are no settings
 (COMBINED,) = (
     ["millrace", "serve", *found.split()] for found in re.findall(r"`(--data\S+ \d[^`]*)`", PAGE.read_text())
 )

@@ -1,4 +1,4 @@
-"""The unit of systemd: systemd accepts it, and it fits what the server does."""
+"""The units of systemd: systemd accepts them, and they fit what the commands do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.deploy.cli import main as cli
 from millrace.deploy.cli.main import STARTUP_ERROR_EXIT_CODE
 from millrace.deploy.cli.serve import STOP_S
 from millrace.deploy.config import ServerConfig
@@ -18,29 +19,40 @@ FOLDER = ROOT / "deploy" / "systemd"
 MOST_EXPOSED = 3.0  # of 10, by systemd's own measure
 
 
-def unit() -> RawConfigParser:
+UNITS = {  # file -> an installed name
+    "millrace.service": "millrace.service",
+    "millrace-engine@.service": "millrace-engine@7000.service",
+    "millrace-route.service": "millrace-route.service",
+}
+
+
+def unit(name: str = "millrace.service") -> RawConfigParser:
     parser = RawConfigParser(strict=False, interpolation=None)  # a key may come twice
-    parser.read(FOLDER / "millrace.service")
+    parser.read(FOLDER / name)
     return parser
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    """The unit, with a program that this machine has."""
-    text = (FOLDER / "millrace.service").read_text()
-    (tmp_path / "millrace.service").write_text(text.replace("/opt/millrace/bin/millrace", "/bin/true"))
-    return tmp_path / "millrace.service"
+def installed(folder: Path, name: str) -> Path:
+    """A unit, with a program that this machine has."""
+    text = (FOLDER / name).read_text()
+    (folder / name).write_text(text.replace("/opt/millrace/bin/millrace", "/bin/true"))
+    return folder / name
 
 
-@pytest.mark.parametrize("has_gpu", [False, True])
+def test_each_unit_is_tested() -> None:
+    assert {path.name for path in FOLDER.glob("*.service")} == set(UNITS)
+
+
+@pytest.mark.parametrize(("name", "has_gpu"), [*((name, False) for name in UNITS), ("millrace.service", True)])
 @needs("systemd-analyze", "apt install systemd")
-def test_systemd_accepts_the_unit_and_rates_it_as_little_exposed(installed: Path, has_gpu: bool) -> None:
+def test_systemd_accepts_a_unit_and_rates_it_as_little_exposed(tmp_path: Path, name: str, has_gpu: bool) -> None:
+    path = installed(tmp_path, name)
     if has_gpu:
-        shutil.copytree(FOLDER / "millrace.service.d", installed.with_name("millrace.service.d"))
-    done = run("systemd-analyze", "verify", installed)
+        shutil.copytree(FOLDER / "millrace.service.d", tmp_path / "millrace.service.d")
+    done = run("systemd-analyze", "verify", path.with_name(UNITS[name]))
     assert [line for line in (done.stdout + done.stderr).splitlines() if "millrace" in line] == []
-    rating = run("systemd-analyze", "security", "--offline=true", installed).stdout
-    found = re.search(r"exposure level for millrace\.service: ([\d.]+)", rating)
+    rating = run("systemd-analyze", "security", "--offline=true", path).stdout
+    found = re.search(r"exposure level for \S+\.service: ([\d.]+)", rating)
     assert found is not None and float(found[1]) <= MOST_EXPOSED, rating
 
 
@@ -51,3 +63,27 @@ def test_the_unit_waits_for_the_drain_and_leaves_wrong_settings_alone() -> None:
     assert service["RestartPreventExitStatus"] == str(STARTUP_ERROR_EXIT_CODE)
     assert service["Type"] == "notify" and service["NotifyAccess"] == "main"
     assert service["ExecStart"].startswith("/opt/millrace/bin/millrace serve --config ")
+
+
+@pytest.mark.parametrize("name", ["millrace-engine@.service", "millrace-route.service"])
+def test_a_unit_of_a_fleet_starts_a_command_that_takes_its_options(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service, one = unit(name)["Service"], unit()["Service"]
+    alike = set(one) - {"execstart", "watchdogsec", "environment", "statedirectory", "cachedirectory", "loadcredential"}
+    assert {key: service[key] for key in alike} == {key: one[key] for key in alike}
+    assert ("watchdogsec" in service) == (name == "millrace-route.service"), "an engine sends no signs of life"
+    program, *arguments = service["ExecStart"].replace("%i", "7000").replace("%d", str(tmp_path)).split()
+    assert program == "/opt/millrace/bin/millrace"
+    credential, _, source = service["LoadCredential"].partition(":")
+    assert source == "/etc/millrace/fleet.key"
+    (tmp_path / credential).write_bytes(bytes(range(32)))
+    (tmp_path / credential).chmod(0o600)
+    for file, text in (
+        ("engine.yaml", "max_num_seqs: 64"),
+        ("route.yaml", "port: 8000"),
+        ("engines", "127.0.0.1:7000"),
+    ):
+        (tmp_path / file).write_text(text)
+    arguments = [each.replace("/etc/millrace", str(tmp_path)) for each in arguments]
+    assert cli.main([*arguments, "--print-config"]) == 0, capsys.readouterr()

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from millrace.kernels.native.cache import LARGE_PAGE, NativeCache
+from millrace.kernels.native.cache import NativeCache
+from millrace.kernels.native.page_preallocation import LARGE_PAGE
 from millrace.stages.allocate.block_pool import BlockPool
 from tests.kernels.native_oracle import Checkpoint
 

@@ -295,19 +295,19 @@ async def end(engine: ScriptedEngine, tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks)
 
 
-def cost_of_lanes(seconds: float, num_rows: int = 256, num_rounds: int = 5) -> dict[str, float]:
-    """Microseconds of the loop's thread a step of `num_rows` rows: the least, of all rows and of one lane of two.
-
-    In turns, as a shared machine's speed changes.
+def cost_of_lanes(seconds: float, num_rounds: int = 5) -> dict[str, dict[str, float]]:
+    """Microseconds of the loop's thread a step, by stage: the least of 256 sequences in one lane and in two, and of 512
+    in two, whose steps have 256 rows. In turns, as a shared machine's speed changes.
     """
-    least = {1: float("inf"), 2: float("inf")}
+    found: dict[str, dict[str, float]] = {}
     for _ in range(num_rounds):
-        for num_lanes in least:
-            cost = asyncio.run(
-                host_cost(num_lanes * num_rows, seconds / num_rounds, num_lanes=num_lanes, clock=time.thread_time)
-            )
-            least[num_lanes] = min(least[num_lanes], cost["all stages"]["least"])
-    return {"one lane": least[1], "two lanes": least[2], "ratio": round(least[2] / least[1], 3)}
+        for num_sequences, num_lanes in ((256, 1), (256, 2), (512, 2)):
+            clock = time.thread_time
+            cost = asyncio.run(host_cost(num_sequences, seconds / num_rounds, num_lanes=num_lanes, clock=clock))
+            least = found.setdefault(f"{num_sequences} sequences, {num_lanes} lanes", {})
+            for stage in (*STAGES, "all stages", "loop thread, all"):
+                least[stage] = min(least.get(stage, float("inf")), cost[stage]["least"])
+    return found
 
 
 def measure(seconds: float) -> dict[str, Any]:
@@ -382,7 +382,7 @@ def main() -> None:
     parser.add_argument("--lanes", action="store_true", help="only: a step of one lane of two, and of all rows")
     options = parser.parse_args()
     if options.lanes:
-        print(json.dumps(cost_of_lanes(options.seconds)))
+        print(json.dumps(cost_of_lanes(options.seconds), indent=1))
         return
     figures = measure(options.seconds)
     show(figures)

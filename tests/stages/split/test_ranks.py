@@ -17,7 +17,7 @@ from millrace.stages.split.split_engine import SplitEngine
 from tests.stages.split.test_split_engine import CONFIG, answer, until
 
 pytestmark = pytest.mark.slow
-TWO = replace(CONFIG, tensor_parallel_size=2, attention_backend="torch", device="cpu", dtype="float32", threads=2)
+TORCH = replace(CONFIG, attention_backend="torch", device="cpu", dtype="float32", threads=2)
 GONE_S = 10.0
 IS_FULL = os.environ.get("MILLRACE_FULL") == "1"
 
@@ -44,7 +44,8 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not IS_FULL, reason="starts torch in eleven processes; set MILLRACE_FULL=1")
-def test_a_rank_that_is_killed_or_stopped_costs_its_group_and_no_answer() -> None:
+@pytest.mark.parametrize("setting", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_rank_that_is_killed_or_stopped_costs_its_group_and_no_answer(setting: str) -> None:
     prompts = [f"{word} and" for word in ("Zoe", "Tom", "A cat")]
 
     async def strike(engine: SplitEngine, number: int, due: list[str]) -> float:
@@ -69,7 +70,7 @@ def test_a_rank_that_is_killed_or_stopped_costs_its_group_and_no_answer() -> Non
     before = set(Path(tempfile.gettempdir()).glob("millrace-ranks-*"))
 
     async def main() -> None:
-        async with SplitEngine(TWO) as engine:
+        async with SplitEngine(replace(TORCH, **{setting: 2})) as engine:
             due = [await answer(engine, prompt) for prompt in prompts]
             for deaths, number in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
                 took_s = await strike(engine, number, due)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
-from ...runtime.health.flight_recorder import stack_of, task_stacks, thread_stacks
+from ...runtime.health.flight_recorder import stack_of
 from ...runtime.pipeline import Pipeline
 from ...runtime.processes.transport import Transport
 from ...runtime.processes.type_fields import VersionError
@@ -30,7 +30,6 @@ from ..config import EngineConfig, not_for_encoders
 from ..device.device import Device
 from ..engine.core import check_num_engines, refuse_ray
 from ..engine.engine_status import CoreReport
-from ..engine.read_status import read_core
 from ..engine.wiring import CoreStages
 from ..errors import ConfigError, Failed
 from ..fleet.front_table import FrontTable, front_of, to_front
@@ -43,6 +42,7 @@ from ..routing.reports import KeyChange, RouterReports, packed, unpacked
 from ..split.compiled_grammars import CompiledGrammars
 from ..split.core_exit import CoreExit
 from ..split.engine_process import Load, digests_of, load
+from ..split.loop_state import moved, report_of, stacks_of
 from ..split.protocol import (
     Admitted,
     Broken,
@@ -315,28 +315,18 @@ class EngineServer:
     def report(self, *, with_blocks: bool = False) -> CoreReport:
         """The state of the step loop, with the sequences of all fronts."""
         assert self._core is not None and self._pipeline is not None
-        status = self._pipeline.status()
-        counted_here = [channel for name, channel in status.channels.items() if name != self.requests.name]
-        core = read_core(self._core, with_sequences=True, with_blocks=with_blocks)
-        return CoreReport(core, list(status.stages.values()), counted_here)
+        return report_of(self._pipeline, self._core, self.requests.name, with_blocks=with_blocks)
 
     def _tick(self, lag_s: float) -> None:
         """Reports changes: ten times a second while a request is live, otherwise once a second."""
-        if (moved := self._moved()) != self._last_moved:
-            self._last_moved = moved
+        assert self._pipeline is not None and self._core is not None
+        if (state := moved(self._pipeline, self._core)) != self._last_moved:
+            self._last_moved = state
             if fronts := self._welcome_fronts():
                 report = self.report()
                 for front in fronts:
                     front.report(report)
         self._report_to_routers()
-
-    def _moved(self) -> tuple[object, ...]:
-        """A value that changes whenever the reported state does."""
-        assert self._pipeline is not None and self._core is not None
-        runners = self._pipeline.runners.values()
-        moments = [(runner.last_progress_s, runner.is_busy, runner.num_restarts) for runner in runners]
-        depths = [len(channel) for channel in self._pipeline.channels.values()]
-        return (*moments, *depths, len(self._core.schedule.scheduler.sequences))
 
     def _report_to_routers(self) -> None:
         """Each front routes by its own count of prompts, and by the keys that are held."""
@@ -369,8 +359,7 @@ class EngineServer:
                     node["slots"] = []  # of any front
                 return StatusReply(query.number, tree)
             case "stacks":
-                stacks = [*task_stacks(self._pipeline, only=self._pipeline.runners), *thread_stacks()]
-                return StatusReply(query.number, [stack | {"process": "engine"} for stack in stacks])
+                return StatusReply(query.number, stacks_of(self._pipeline))
             case "inject" if not query.faults:
                 return StatusReply(query.number)
             case "inject":

@@ -22,7 +22,7 @@ from ...runtime.env import log as logs
 from ...runtime.env.env import Env, LiveEnv
 from ...runtime.env.log import get_logger
 from ...runtime.env.loops import loop_factory
-from ...runtime.health.flight_recorder import stack_of, task_stacks, thread_stacks
+from ...runtime.health.flight_recorder import stack_of
 from ...runtime.pipeline import Pipeline
 from ...runtime.processes.child import end_with_parent, joined
 from ...runtime.processes.frames import LinkError
@@ -38,8 +38,6 @@ from ...runtime.workers.thread_start import ThreadNotStarted
 from ..allocate.prefix_tree import read_prefix_tree
 from ..config import EngineConfig, not_for_encoders
 from ..device.device import Device
-from ..engine.engine_status import CoreReport
-from ..engine.read_status import read_core
 from ..engine.wiring import CoreStages
 from ..errors import ConfigError, Failed
 from ..loading.model_files import check_same_files, file_digests
@@ -51,6 +49,7 @@ from ..sample.processor_chain import ProcessorChain, load_processors
 from .compiled_grammars import CompiledGrammars
 from .core_adapters import CoreAdapters
 from .core_exit import CoreExit
+from .loop_state import moved, report_of, stacks_of
 from .protocol import (
     CODEC,
     Admitted,
@@ -290,8 +289,7 @@ class EngineProcess:
                 self._pipeline.inject(query.faults)
                 return StatusReply(query.number)
             case "stacks":
-                stacks = [*task_stacks(self._pipeline, only=self._pipeline.runners), *thread_stacks()]
-                return StatusReply(query.number, [stack | {"process": "engine"} for stack in stacks])
+                return StatusReply(query.number, stacks_of(self._pipeline))
         return StatusReply(query.number, error=f"unknown question {query.what!r}")
 
     # -- messages to the front process
@@ -316,8 +314,9 @@ class EngineProcess:
 
     def _tick(self, lag_s: float) -> None:
         """Reports changes: ten times a second while a request is live, otherwise once a second."""
-        if (moved := self._moved()) != self._last_moved:
-            self._last_moved = moved
+        assert self._core is not None and self._pipeline is not None
+        if (state := moved(self._pipeline, self._core)) != self._last_moved:
+            self._last_moved = state
             self._send_status()
         self._report_to_router()
 
@@ -334,20 +333,9 @@ class EngineProcess:
         self._is_lost = True
         self._over.set()
 
-    def _moved(self) -> tuple[object, ...]:
-        """A value that changes whenever the reported state does."""
-        assert self._pipeline is not None and self._core is not None
-        runners = self._pipeline.runners.values()
-        moments = [(runner.last_progress_s, runner.is_busy, runner.num_restarts) for runner in runners]
-        depths = [len(channel) for channel in self._pipeline.channels.values()]
-        return (*moments, *depths, len(self._core.schedule.scheduler.sequences))
-
     def _send_status(self, *, with_blocks: bool = False) -> None:
         assert self._core is not None and self._pipeline is not None
-        status = self._pipeline.status()
-        counted_here = [channel for name, channel in status.channels.items() if name != self._requests.name]
-        core = read_core(self._core, with_sequences=True, with_blocks=with_blocks)
-        self._post(CoreReport(core, list(status.stages.values()), counted_here))
+        self._post(report_of(self._pipeline, self._core, self._requests.name, with_blocks=with_blocks))
 
     def _admitted(self, started: Sequence[Started]) -> None:
         """Reports it before their first step is submitted: the front process must know what ended this one."""

@@ -14,13 +14,16 @@ from numpy.typing import NDArray
 
 from ...kernels.layout.kv_layout import KVLayout, KVRoom
 from ..messages import NO_INDICES, NO_INTS, Indices, Ints, PlanReport, Rates, StepGrant, StepPlan, TableEntries
-from .block_tables import BlockTables
+from .block_tables import BlockTables, WindowTables
 from .host_tier import HostTier
 from .plan_in_hand import PlanInHand
 from .preemption import Preemptor
 from .prefix_cache import PrefixCache
-from .slot_blocks import Growth, SlotBlocks
+from .slot_blocks import Growth, KindBlocks, SlotBlocks
 from .steady_decode import SteadyDecode, SteadyLanes
+
+STEPS_TO_RETIRE = 8  # between two looks at which of many rows that decode have blocks to give back
+MANY_ROWS = 32  # of a plan; with fewer, blocks that windows pass are given back at once, which takes no time
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +88,8 @@ class Allocator:
         self.pool, self.tables = self._slot_blocks.pool, self._slot_blocks.tables  # public, for inspection
         self._ones = np.ones(num_slots, np.int32)
         self._nothing = np.zeros(num_slots, np.int32)  # `num_cached` of most plans
+        self._all_slots = np.arange(num_slots)
+        self.many_rows = MANY_ROWS
         self._steady = SteadyLanes(num_lanes)  # for rows of the last plans, if these had only decodes
 
     # -- inspection and settings
@@ -148,6 +153,8 @@ class Allocator:
                     slot_blocks.detach(hand, row)
         allocation = self._with_blocks(plan, granted)
         if not self._fits(allocation.num_blocks, allocation.more):
+            if self._has_windows:  # of slots that start in this plan, tables have no blocks yet
+                slot_blocks.retire(np.delete(self._all_slots, list(hand.begun)), self.last_granted)
             for row in starting_rows:
                 slot_blocks.detach(hand, row)
             hand.drop_drafts()  # before any sequence is preempted or waits
@@ -172,7 +179,10 @@ class Allocator:
             self._end_steady(self._steady.note(plan.slots))
             return None
         if lane.steady is None:
-            lane.steady = SteadyDecode(plan.slots, self._slot_blocks)
+            if self._has_windows:
+                self._slot_blocks.retire_missed(plan.slots, self.last_granted)
+            in_flight = range(plan.completed_step + 1, self.last_granted + 1)
+            lane.steady = SteadyDecode(plan.slots, self._slot_blocks, in_flight)
         if self._has_windows:
             lane.steady.prepare(plan.completed_step, self.last_granted)
         if not lane.steady.is_whole or not self._has_blocks_for(lane.steady):
@@ -245,7 +255,7 @@ class Allocator:
         """The blocks that all rows need, whether or not the pools have them."""
         tables, slots = self.tables, plan.slots
         lengths = tables.num_tokens[slots] + granted
-        more = [_growth_to(each.tables, plan, granted, lengths) for each in self._more] if self._more else ()
+        more = [self._growth_to(each, plan, granted, lengths) for each in self._more] if self._more else ()
         if plan.num_reserved is not None:
             lengths = _with_reserved(tables, plan, granted, lengths)
         num_beyond = lengths - tables.capacity[slots]  # tokens beyond the capacity of the slot's blocks
@@ -254,6 +264,20 @@ class Allocator:
             return _PlanAllocation(granted, grows, self._ones[: len(grows)], len(grows), (), more)
         counts = tables.num_blocks_for(num_beyond[grows])
         return _PlanAllocation(granted, grows, counts, int(counts.sum()), (), more)
+
+    def _growth_to(self, each: KindBlocks, plan: StepPlan, granted: Ints, lengths: Ints) -> Growth:
+        """The blocks that the tables of a kind need for these lengths, [R], of the rows of a plan."""
+        tables, again = each.tables, NO_INDICES
+        if plan.num_reserved is not None:
+            lengths = _with_reserved(tables, plan, granted, lengths)
+        num_beyond = lengths - tables.capacity[plan.slots]
+        rows = (num_beyond > 0).nonzero()[0]
+        if isinstance(tables, WindowTables) and len(rows) and self._keeps_passed(plan):
+            slots, num_in_flight = plan.slots[rows], self.last_granted - plan.completed_step
+            goes_on = (granted[rows] == 1) & self._slot_blocks.may_go_on(each, slots, num_in_flight)
+            rows, again = rows[~goes_on], rows[goes_on]
+        counts = tables.num_blocks_for(num_beyond[rows])
+        return Growth(rows, counts, int(counts.sum()), again)
 
     def _fits(self, num_blocks: int, more: Sequence[Growth]) -> bool:
         """Whether the pools have so many blocks of kind 0, and those of the others."""
@@ -297,7 +321,7 @@ class Allocator:
             places = slot_blocks.publisher.note_grant(plan.step, slots, starts, ends, self._num_begun(hand, slots))
             slot_blocks.save_states(hand, places)
         if self._has_windows:
-            slot_blocks.retire(slots, plan.step)
+            self._retire(plan, slots, granted)
         return StepGrant(
             step=plan.step,
             generation=plan.generation,
@@ -315,6 +339,23 @@ class Allocator:
             adapter_loads=plan.adapter_loads,
             more_tables=more_tables,
         )
+
+    def _retire(self, plan: StepPlan, slots: Indices, granted: Ints) -> None:
+        """Gives back what windows have passed in the step of a plan, whose rows got `granted` tokens.
+
+        Rows that decode may go on in the block that they have passed. What they do not need is given back once in some
+        steps, for all at once.
+        """
+        if not self._keeps_passed(plan):
+            return self._slot_blocks.retire(slots, plan.step)
+        if not plan.is_decode and np.count_nonzero(granted != 1):
+            self._slot_blocks.retire(slots[granted != 1], plan.step)
+        if plan.step % STEPS_TO_RETIRE == 0:
+            self._slot_blocks.retire_missed(slots, plan.step)
+
+    def _keeps_passed(self, plan: StepPlan) -> bool:
+        """Whether rows of a plan that decode keep the block that they have passed, to go on in it."""
+        return len(plan.slots) >= self.many_rows and plan.num_reserved is None and plan.drafts is None
 
     def _num_begun(self, hand: PlanInHand, slots: Indices) -> Ints:
         """[R] tokens with which sequences in these slots start in this plan; `_nothing` for most plans."""
@@ -384,16 +425,6 @@ def _check_size(layout: KVLayout, max_model_len: int) -> None:
         )
 
 
-def _growth_to(tables: BlockTables, plan: StepPlan, granted: Ints, lengths: Ints) -> Growth:
-    """The blocks that tables need for these lengths, [R], of the rows of a plan."""
-    if plan.num_reserved is not None:
-        lengths = _with_reserved(tables, plan, granted, lengths)
-    num_beyond = lengths - tables.capacity[plan.slots]
-    rows = (num_beyond > 0).nonzero()[0]
-    counts = tables.num_blocks_for(num_beyond[rows])
-    return Growth(rows, counts, int(counts.sum()))
-
-
 def _with_reserved(tables: BlockTables, plan: StepPlan, granted: Ints, lengths: Ints) -> Ints:
     """`lengths`, or what rows reserve if that is more."""
     assert plan.num_reserved is not None
@@ -405,7 +436,7 @@ def _growth(new_blocks: Ints) -> Growth:
     """`new_blocks`, [R] for each row, as growth."""
     rows = new_blocks.nonzero()[0]
     counts = new_blocks[rows]
-    return Growth(rows, counts, int(counts.sum()))
+    return Growth(rows, counts, int(counts.sum()), NO_INDICES)
 
 
 def _cut_to_budget(hand: PlanInHand) -> Ints:

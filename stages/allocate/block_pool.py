@@ -356,6 +356,11 @@ class BlockPool:
         for run, count in Counter((blocks // self.run_size).tolist()).items():
             self._count_free(run, count)
 
+    def is_alone(self, blocks: Ints, completed_step: int) -> Bools:
+        """Whether one table holds each block, and no step in flight reads it for one that has held it."""
+        found: Bools = (self.num_tables[blocks] == 1) & (self._last_step[blocks] <= completed_step)
+        return found
+
     def is_kept(self, blocks: Ints) -> Bools:
         """Whether the contents of each block may be reused."""
         return self._is_kept[blocks]

@@ -114,6 +114,8 @@ class WindowTables(BlockTables):
         self.kind = kind
         self.most = most  # blocks that a slot needs at once if it grows by single tokens
         self.num_retired = np.zeros(num_slots, np.int32)  # [S] first blocks of the slot, which were given back
+        # tokens from where a slot passes a block to where it needs the next one
+        self._num_until_next = -int(kind.first_query_after(block_size)) % block_size
 
     @property
     def num_held(self) -> Ints:
@@ -131,6 +133,12 @@ class WindowTables(BlockTables):
     def due(self, slots: Indices) -> Indices:
         """Those of `slots` of which a block can be retired: about one in `block_size` of decoding ones."""
         return slots[self.num_tokens[slots] >= self.passes_at(self.num_retired[slots])]
+
+    def missed(self, slots: Indices) -> Indices:
+        """Those of `slots` that have passed a block, and have got another one since."""
+        if self.kind.name != "window":
+            return self.due(slots)
+        return slots[self.num_tokens[slots] > self.passes_at(self.num_retired[slots]) + self._num_until_next]
 
     def passes_at(self, places: Indices | Ints) -> Ints:
         """The tokens with which a slot passes its block at each place: no later query sees it."""

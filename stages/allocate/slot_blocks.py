@@ -40,6 +40,7 @@ class Growth:
     rows: Indices  # [G]
     counts: Ints  # [G] blocks for each
     num_blocks: int  # in all
+    again: Indices  # rows beside those that go on in a block that their window has passed
 
 
 class SlotBlocks:
@@ -328,6 +329,10 @@ class SlotBlocks:
                 last_blocks = each.tables.last_blocks(slots)
                 blocks = each.pool.take_behind(last_blocks, growth.counts.tolist(), growth.num_blocks, hand)
                 slots, places = each.tables.append(slots, growth.counts, blocks)
+            if len(growth.again):
+                own_slots, own_places, own_blocks = self._go_on(each, hand.plan.slots[growth.again])
+                slots, places = np.concatenate([slots, own_slots]), np.concatenate([places, own_places])
+                blocks = np.concatenate([blocks, own_blocks])
             for slot, beginning in hand.begun.items():
                 first, found, _, _ = beginning.more[each.kind - 1]
                 slots = np.concatenate([slots, np.full(len(found), slot)])
@@ -362,6 +367,37 @@ class SlotBlocks:
         else:  # some slots share blocks
             for slot in due.tolist():
                 pool.give_back(blocks[owners == slot], step, self.completed_step)
+
+    def retire_missed(self, slots: Indices, step: int) -> None:
+        """The same, of slots that have passed a block and did not go on in it; `may_go_on` says which may."""
+        for each in self._windows:
+            assert isinstance(each.tables, WindowTables)
+            self.retire_of(each, each.tables.missed(slots), step)
+
+    def may_go_on(self, each: KindBlocks, slots: Indices, num_in_flight: int) -> Bools:
+        """Whether `slots`, each of which needs a block of a window, can go on in the one that they passed.
+
+        They passed it at least `num_in_flight` tokens ago, as many as there are steps in flight: the step that passed
+        it is done. Drafts would not be such steps, and neither would prompts, which give back what they pass at once.
+        """
+        tables = each.tables
+        assert isinstance(tables, WindowTables)
+        if tables.kind.name != "window":
+            return np.zeros(len(slots), np.bool_)
+        firsts = tables.num_retired[slots].astype(np.intp)
+        since = tables.num_tokens[slots] - tables.passes_at(firsts)
+        is_alone = each.pool.is_alone(tables.blocks[slots, firsts], self.completed_step)
+        found: Bools = (since >= num_in_flight) & is_alone & self.may_reuse(slots, firsts)
+        return found
+
+    def _go_on(self, each: KindBlocks, slots: Indices) -> tuple[Indices, Indices, Ints]:
+        """Has `slots` go on in the block that they passed. Returns (slot, place, block) of each."""
+        tables = each.tables
+        assert isinstance(tables, WindowTables)
+        blocks = tables.blocks[slots, tables.num_retired[slots]]
+        self.write_again(each, blocks)
+        tables.num_retired[slots] += 1
+        return *tables.append(slots, np.ones(len(slots), np.int32), blocks), blocks
 
     def may_reuse(self, slots: Indices, places: Indices) -> Bools:
         """Whether the blocks at these places of windows, [R], are of no use once passed: those of answers are not."""

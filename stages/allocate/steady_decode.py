@@ -7,6 +7,7 @@ tokens go into the block that it passed last. Pools have nothing to do then.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,7 +116,7 @@ class SteadyWindow(SteadyGrowth):
         turn, window, ring = self._cohorts[self._cohort], self._window, self._rings[self._cohort]
         if ring is not None and num_in_flight <= ring.slack:
             blocks = window.blocks[turn.slots, ring.firsts]
-            if not self._is_shared or int(self._each.pool.num_tables[blocks].max()) == 1:
+            if not self._is_shared or self._each.pool.is_alone(blocks, self._slot_blocks.completed_step).all():
                 self._again, self._reused, self._others = None, blocks, NO_INDICES
                 return
         self._again, self._reused, self._others = NO_INDICES, NO_INTS, NO_INDICES
@@ -128,10 +129,7 @@ class SteadyWindow(SteadyGrowth):
         firsts = window.num_retired[slots].astype(np.intp)
         blocks = window.blocks[slots, firsts]
         since = turn.places * window.block_size - window.passes_at(firsts)  # tokens since a row passed its first block
-        is_reused = np.zeros(len(slots), np.bool_)
-        if window.kind.name == "window":
-            is_alone = self._each.pool.num_tables[blocks] == 1
-            is_reused = (since >= num_in_flight) & is_alone & self._slot_blocks.may_reuse(slots, firsts)
+        is_reused = self._slot_blocks.may_go_on(self._each, slots, num_in_flight)
         is_ring = len(slots) == np.count_nonzero(is_reused)
         self._rings[self._cohort] = _Ring(firsts, int(since.min())) if is_ring else None
         self._passed.append(slots[(since >= 0) & ~is_reused])
@@ -175,14 +173,15 @@ class SteadyDecode:
     plans with the identical `slots` array, which schedule replaces when a sequence comes or goes.
     """
 
-    def __init__(self, slots: Indices, slot_blocks: SlotBlocks) -> None:
+    def __init__(self, slots: Indices, slot_blocks: SlotBlocks, in_flight: Iterable[int]) -> None:
+        """`in_flight`: steps that may be of these rows, and do not come by `step`."""
         self.slots = slots
         self._tables = tables = slot_blocks.tables
         self.starts: Ints = tables.num_tokens[slots]  # [R] positions of the tokens of the next step
         self._ones = np.ones(len(slots), np.int32)
         self.growth = _growth_of(slot_blocks.kinds[0], slots, self.starts, slot_blocks)
         self.more = [_growth_of(each, slots, self.starts, slot_blocks) for each in slot_blocks.more]  # of other kinds
-        self._in_flight: deque[int] = deque()  # steps of these rows, kept for windows
+        self._in_flight = deque(in_flight)  # steps of these rows, kept for windows
         self.windows = [growth for growth in (self.growth, *self.more) if isinstance(growth, SteadyWindow)]
         self.reserves = False  # whether kinds need slabs for the next step
         self.is_whole = self.growth.is_whole and all(growth.is_whole for growth in self.more)

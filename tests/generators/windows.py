@@ -195,6 +195,7 @@ def _plant(engine: Engine, case: Case, draw: random.Random) -> None:
     """Steps that fail once they have written, and crashes of allocate in the middle of a plan."""
     stages: Any = engine.pipeline.stages
     device, slot_blocks = stages["execute"].device, stages["allocate"].allocator._slot_blocks
+    stages["allocate"].allocator.many_rows = draw.choice([1, 32])  # from which on rows go on in blocks they passed
     run_forward, fails = device._run_forward, _at(draw, case.num_voids, 25)
 
     def failing(grant: Any, forward: Callable[[Any], Any]) -> Any:

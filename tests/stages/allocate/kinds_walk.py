@@ -178,6 +178,7 @@ class Walk:
         self.report: PlanReport | None = None
         self.drafts: Drafts | None = None
         self.num_stuck = 0
+        self.many_rows = dice.choice((1, 2, 100))  # from which on decoding rows keep the block they have passed
         self.seen: Counter[str] = Counter()
 
     # -- what may happen
@@ -216,6 +217,7 @@ class Walk:
         if plan is None:
             return
         was_steady = self.allocator._steady.made
+        self.allocator.many_rows = self.many_rows
         grant, report = self.allocator.serve(plan)
         if was_steady and self.allocator._steady.made == was_steady:
             self.seen["steady"] += 1

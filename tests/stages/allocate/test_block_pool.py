@@ -223,3 +223,14 @@ def test_waste_is_the_room_of_last_blocks_that_holds_no_token():
     tables.append(np.array([0, 1]), ints(2, 1), ints(0, 1, 2))
     tables.num_tokens[:] = 5, 4
     assert tables.waste == pytest.approx(0.25)
+
+
+def test_a_block_is_alone_once_no_step_in_flight_reads_it_for_another_table() -> None:
+    pool = BlockPool(num_blocks=4, block_size=2)
+    blocks = pool.take(2)
+    pool.keep(blocks)
+    pool.share(blocks[:1])
+    assert pool.is_alone(blocks, 3).tolist() == [False, True]
+    pool.give_back(blocks[:1], last_step=5, completed_step=3)
+    assert pool.is_alone(blocks, 4).tolist() == [False, True]
+    assert pool.is_alone(blocks, 5).tolist() == [True, True]

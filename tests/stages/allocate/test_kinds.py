@@ -18,7 +18,6 @@ from millrace.stages.allocate.block_pool import QUARANTINED, BlockPool
 from millrace.stages.allocate.block_tables import WindowTables
 from millrace.stages.allocate.slab_pool import KindPool, SlabPool
 from millrace.stages.allocate.slot_blocks import SlotBlocks
-from millrace.stages.allocate.steady_decode import SteadyWindow
 from millrace.stages.messages import Drafts, PlanReport, StepGrant, StepPlan
 from tests.counts import count, first_seed
 from tests.simulation.planting import changed
@@ -283,6 +282,34 @@ def test_steady_decoding_gives_the_same_grants_as_serving_row_by_row() -> None:
         assert was_steady and not other._steady.made
 
 
+@pytest.mark.parametrize("window", [3, 8, 9])
+def test_many_rows_that_decode_go_on_in_the_blocks_that_they_passed(window: int) -> None:
+    made = layout(40, window=window)
+    keeps, gives_back = (Allocator(made.num_blocks[0], 2, 6, 60, layout=made) for _ in range(2))
+    keeps.many_rows = 3
+    prompts, again = {0: 9, 1: 12, 2: 7}, 0
+    for allocator in (keeps, gives_back):
+        allocator.serve(plan(0, prompts))
+    before = [set(held_blocks(keeps, slot)) for slot in range(3)]
+    for step in range(1, 24):
+        made_plan = replace(plan(step, dict.fromkeys(range(3), 1), completed=step - 1), started=(), is_decode=True)
+        heard = told(*keeps.serve(made_plan))
+        assert heard == told(*gives_back.serve(made_plan))
+        keeps.check()
+        after = [set(held_blocks(keeps, slot)) for slot in range(3)]
+        again += sum(one == other for one, other in zip(before, after, strict=True))
+        before = after
+        most = made.most_blocks(1, 60)
+        assert all(len(blocks) <= most + 1 for blocks in after)
+    assert again > 23 * 3 / 2, "in most steps a row neither takes nor gives back a block"
+    assert keeps.kinds[1].pool.num_moves < gives_back.kinds[1].pool.num_moves / 2
+
+
+def held_blocks(allocator: Allocator, slot: int) -> list[int]:
+    blocks: list[int] = allocator.kinds[1].tables.held_by(slot).tolist()
+    return blocks
+
+
 def told(grant: StepGrant | None, report: PlanReport) -> list[object]:
     heard: list[object] = [report.num_granted.tolist(), report.is_void]
     if grant is not None:
@@ -402,10 +429,10 @@ def other_kinds_do_not_count() -> AbstractContextManager[None]:
 def passed_blocks_written_at_once() -> AbstractContextManager[None]:
     """A row that decodes goes on in a block that it has passed, although a step in flight sees it."""
 
-    def change(prepare: Any) -> Any:
-        return lambda self, num_in_flight, last_step: prepare(self, 0, last_step)
+    def change(may_go_on: Any) -> Any:
+        return lambda self, each, slots, num_in_flight: may_go_on(self, each, slots, 0)
 
-    return changed(SteadyWindow, "prepare", change)
+    return changed(SlotBlocks, "may_go_on", change)
 
 
 BUGS = (

@@ -486,6 +486,8 @@ class Step {
         if (plan.is_split)
             times_.run(phases, ATTENTION,
                        [&](Member member) { attention_.merge_chunks(batch, plan, layer, cache, member); });
+        if (layer.shape.has_latents())
+            times_.run(phases, LINEARS, [&](Member member) { latents_.expand(layer, batch, member); });
     }
 
     // Gathers residuals of the selected rows, and queries, or what else the last layer still needs of its first product.

@@ -34,11 +34,11 @@ def causal_conv(x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None, s
     assert tails.stride(2) == 1 and weight.is_contiguous() and tails.dtype == x.dtype
     where = (step.slots, step.query_starts, step.lengths)
     sizes = (channels, x.stride(0), tails.stride(0), tails.stride(1))
-    block = min(CONV_CHANNELS, next_power_of_2(channels))
+    block, block_t = min(CONV_CHANNELS, next_power_of_2(channels)), min(CONV_TOKENS, next_power_of_2(num_tokens))
     blocks, options = triton.cdiv(channels, block), early_launch(x.device)
-    conv_kernel[(triton.cdiv(num_tokens, CONV_TOKENS), blocks)](
+    conv_kernel[(triton.cdiv(num_tokens, block_t), blocks)](
         out, x, tails, weight, bias, *where, num_tokens, num_rows, *sizes,
-        WIDTH=weight.shape[1], ROWS=next_power_of_2(num_rows), BLOCK_T=CONV_TOKENS, BLOCK=block,
+        WIDTH=weight.shape[1], ROWS=next_power_of_2(num_rows), BLOCK_T=block_t, BLOCK=block,
         enable_fp_fusion=True, **options,
     )  # fmt: skip
     tail_kernel[(num_rows, blocks)](

@@ -160,6 +160,8 @@ class FleetProcesses:
         made = (self._setup.config, loaded, grammars, self.table, self._set, self._merged)
         self._front = FleetStages(*made, self.router.note_answer)
         self.router.open(loaded.info.block_size, has_prefixes=self._setup.config.enable_prefix_caching)
+        for core in self._present:
+            self._name(core)
         self._front.intake.admission.ask_queues = self._queues
         self.table.on_attempt = self._front.exit.note_attempt
         return self._front
@@ -214,7 +216,12 @@ class FleetProcesses:
 
     def join(self, index: int) -> None:
         self._members.add(index)
+        self._name(self.cores[index])
         self._keep(self.cores[index])
+
+    def _name(self, core: EngineCore) -> None:
+        if (name := self.hosts.name_of(core.index)) is not None:
+            self.router.name(core.index, name)
 
     async def leave(self, index: int) -> None:
         if self._make_keeper is None:

@@ -101,6 +101,12 @@ class FleetRouter:
         if self._router is not None:
             self._router.note_answer(num_tokens)
 
+    def name(self, core: int, name: str) -> None:
+        """A process has this address, by which other fronts know it. Call it before it gets requests."""
+        if self._router is not None:
+            self._router.views.pop(core, None)
+            self._router.names[core] = name
+
     def drop(self, core: int) -> None:
         """A process is lost; its successor begins anew."""
         self._early = [(one, change) for one, change in self._early if one != core]

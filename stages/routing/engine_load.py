@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from typing import NamedTuple
 
@@ -35,8 +36,11 @@ class _SentRequest(NamedTuple):
 class EngineView:
     """An engine as a router sees it: the last report, and what was sent since."""
 
-    def __init__(self, engine: int) -> None:
+    def __init__(self, engine: int, name: str | None = None) -> None:
+        """`name` is the same at all routers, whose numbers may differ; None: so are the numbers."""
         self.engine = engine  # its number
+        own = engine.to_bytes(4, "little") if name is None else name.encode()
+        self.hash_key = hashlib.blake2b(own, digest_size=16).digest() if len(own) > 4 else own
         self.load: EngineLoad | None = None  # None: it has not reported
         self.work = 0.0  # tokens of the requests in it, and their number; its owner counts them
         self.num_requests = 0

@@ -39,7 +39,7 @@ class SoonestAnswer:
         self.scores = scores = {view.engine: score_s(view, facts, cached.get(view.engine, 0)) for view in views}
         best_s = min(scores.values())
         if facts.sticky_key:
-            home = max(scores, key=lambda engine: _weight(facts.sticky_key, engine))
+            home = max(views, key=lambda view: _weight(facts.sticky_key, view)).engine
             if scores[home] <= STICKY * best_s + STICKY_S:
                 return home
         close_s = max(CLOSE * best_s, best_s + CLOSE_S)
@@ -96,6 +96,6 @@ POLICIES: Mapping[str, Callable[[], RoutingPolicy]] = {
 }
 
 
-def _weight(key: bytes, engine: int) -> bytes:
+def _weight(key: bytes, view: EngineView) -> bytes:
     """Rendezvous hashing: of all engines the one of the largest weight is the key's home."""
-    return hashlib.blake2b(key, digest_size=8, key=engine.to_bytes(4, "little")).digest()
+    return hashlib.blake2b(key, digest_size=8, key=view.hash_key).digest()

@@ -33,6 +33,7 @@ class Router:
 
     def __init__(self, policy: RoutingPolicy, block_size: int) -> None:
         self.views: dict[int, EngineView] = {}
+        self.names: dict[int, str] = {}  # of engines that other routers know by other numbers
         self._policy = policy
         self._unheard = LeastWork()
         self._block_size = block_size
@@ -47,7 +48,7 @@ class Router:
         """What is known of an engine."""
         view = self.views.get(engine)
         if view is None:
-            view = self.views[engine] = EngineView(engine)
+            view = self.views[engine] = EngineView(engine, self.names.get(engine))
         return view
 
     def choose(self, request: RoutedRequest, engines: Iterable[int], now_s: float) -> int:

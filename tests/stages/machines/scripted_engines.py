@@ -134,7 +134,7 @@ def expected(prompt: str, params: SamplingParams = SHORT) -> list[int]:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(250.0):
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 

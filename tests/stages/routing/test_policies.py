@@ -10,6 +10,7 @@ import pytest
 
 from millrace.stages.routing.engine_load import EngineLoad, EngineView
 from millrace.stages.routing.policies import POLICIES, LeastWork, PrefixOnly, RoundRobin, SoonestAnswer
+from millrace.stages.routing.router import RoutedRequest, Router
 from millrace.stages.routing.score import RequestFacts, prompt_s, score_s
 from millrace.stages.schedule.step_timing.step_time_model import StepTimeCosts
 
@@ -105,3 +106,17 @@ def test_the_rules_it_is_measured_against_choose_as_they_are_named():
     three[0].work, three[1].work = 5.0, 2.0
     assert LeastWork().choose(ASKED, three, {}) == 2
     assert all(policy().choose(ASKED, three[:1], {}) == 0 for policy in POLICIES.values())
+
+
+def test_routers_that_number_engines_otherwise_send_a_sticky_key_to_the_same_one():
+    names = [f"10.0.0.{number}:7000" for number in range(5)]
+    homes: list[list[str]] = []
+    for order in (names, names[::-1], [*names[2:], *names[:2]]):
+        router = Router(SoonestAnswer(), 16)
+        for place, name in enumerate(order):
+            router.names[place] = name
+            router.note_load(place, EngineLoad(0, 0.0, 0, 0, 0, 0, 1 << 20, 64, 512, StepTimeCosts(step_s=0.01)))
+        keys = [f"session {number}".encode() for number in range(20)]
+        asked = [RoutedRequest(100, sticky_key=key) for key in keys]
+        homes.append([order[router.choose(one, range(len(order)), 0.0)] for one in asked])
+    assert homes[0] == homes[1] == homes[2] and len(set(homes[0])) > 2

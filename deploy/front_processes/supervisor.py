@@ -196,6 +196,7 @@ class Supervisor:
             fleet_key_file=self.plan.fleet_key_file,
             prefix_key=None if self.plan.engines else self._prefix_key,
             created=self._created,
+            is_successor=self.fronts[number].was_ready,
         )
         return [setup, self._states()]
 

@@ -33,6 +33,7 @@ class FrontSetup:
     fleet_key_file: str | None
     prefix_key: bytes | None  # what the engines name their blocks by; None: as the fleet's key says
     created: int  # Unix time of the server's start, the same in all fronts
+    is_successor: bool  # of a front that has ended: it listens once it is ready, as others take the connections
 
 
 @message

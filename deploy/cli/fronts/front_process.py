@@ -11,8 +11,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from socket import socket
+from typing import TYPE_CHECKING
 
 from ....model.errors import ModelError
 from ....runtime.env.limits import raise_open_files
@@ -32,6 +34,9 @@ from ...front_processes.words import EngineStuck, FrontReady, FrontSetup, StartF
 from ...http.listening import ListeningSockets
 from ..machines.addresses import parse_source, prefix_key, read_key
 from ..machines.route import RoutedEngine
+
+if TYPE_CHECKING:
+    from ...server.server import Server
 
 log = get_logger("millrace.deploy")
 
@@ -74,35 +79,45 @@ async def _serve(member: FrontMember, setup: FrontSetup) -> None:
     from ...front_processes.other_fronts import OtherFronts
     from ...server.server import Server
 
-    listening = ListeningSockets.open(setup.server_config, shares_port=True)
     fronts = OtherFronts(member, setup.number, Path(setup.folder), setup.server_config)
-    async with Server(setup.server_config, listening, os.environ, AllFronts(fronts)) as server:
+    async with AsyncExitStack() as stack:
+        router, engine = _router(member, setup), None
+        if setup.is_successor:
+            engine = await stack.enter_async_context(router)
+        listening = ListeningSockets.open(setup.server_config, shares_port=True)
+        server = await stack.enter_async_context(Server(setup.server_config, listening, os.environ, AllFronts(fronts)))
         server.service.sources, server.service.created = setup.sources, setup.created
-        progress = LoadProgress(time.monotonic)
-
-        def follow(state: LoadState) -> None:
-            progress.follow(state)
-            server.service.load_progress = progress
-
-        member.on_loading = follow
-        await member.has_engines.wait()
-        async with _router(member, setup) as engine:
-            server.attach(engine)
-            engine.give_way()
-            gc.collect()
-            gc.freeze()
-            member.tell_metrics(fronts.own_metrics)
-            member.has_started = True
-            member.link.post(FrontReady(list(server.service.model_names), engine.info.model_impl))
-            await member.link.stopping.wait()
-            if setup.server_config.lame_duck_s:
-                log.info("server.leaving", live=len(server.service.live), lame_duck_s=setup.server_config.lame_duck_s)
-                await server.leave()
-            log.info("server.draining", live=len(server.service.live))
-            is_clean = await server.drain()
-            member.tell_last_metrics()
-            await server.stop()
+        if engine is None:
+            _follow_loading(member, server)
+            await member.has_engines.wait()
+            engine = await stack.enter_async_context(router)
+        server.attach(engine)
+        engine.give_way()
+        gc.collect()
+        gc.freeze()
+        member.tell_metrics(fronts.own_metrics)
+        member.has_started = True
+        member.link.post(FrontReady(list(server.service.model_names), engine.info.model_impl))
+        await member.link.stopping.wait()
+        if setup.server_config.lame_duck_s:
+            log.info("server.leaving", live=len(server.service.live), lame_duck_s=setup.server_config.lame_duck_s)
+            await server.leave()
+        log.info("server.draining", live=len(server.service.live))
+        is_clean = await server.drain()
+        member.tell_last_metrics()
+        await server.stop()
     log.info("server.stopped", is_clean=is_clean)
+
+
+def _follow_loading(member: FrontMember, server: Server) -> None:
+    """Lets `/health` tell how far the engines are."""
+    progress = LoadProgress(time.monotonic)
+
+    def follow(state: LoadState) -> None:
+        progress.follow(state)
+        server.service.load_progress = progress
+
+    member.on_loading = follow
 
 
 def _router(member: FrontMember, setup: FrontSetup) -> RoutedEngine:

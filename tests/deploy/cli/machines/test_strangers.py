@@ -86,8 +86,9 @@ def test_strangers_at_every_port_of_a_fleet_are_refused_and_cost_little(tmp_path
                     assert len(got) <= NONCE_BYTES
                 else:
                     assert got == b"" or got.split()[1] in (b"400", b"401", b"404", b"408", b"505"), got
-        for recorded in sent:
-            assert len(recorded) > 64
+        proven = [recorded for recorded in sent if len(recorded) > 64]  # with the proof of the key, and frames
+        assert proven
+        for recorded in proven:
             with socket.create_connection(engine.host_and_port, 30.0) as stranger:
                 stranger.sendall(recorded)
                 assert len(received(stranger)) <= NONCE_BYTES, "a recorded handshake is refused"

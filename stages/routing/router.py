@@ -91,14 +91,19 @@ class Router:
         """The shortest queue of the engines, at least one: (requests in it, seconds of it, requests in the shortest).
 
         `num_more` requests are on their way to some engine. The first two are of the queue that takes least time, the
-        third of that with the fewest requests. None while an engine has not reported.
+        third of that with the fewest requests. An engine that has not reported has just come, and reports once it has
+        requests: it has no queue while it has slots for all that were sent there. None while no engine has reported.
         """
         views = [self.view(engine) for engine in engines]
-        if any(view.load is None for view in views):
+        heard = [view for view in views if view.load is not None]
+        if not heard:
             return None
         share = num_more / len(views)
-        best, least_s = shortest(views, self._answer, share)
-        fewest = min(num_waiting(view, share) for view in views)
+        num_slots = min(view.load.max_rows for view in heard if view.load is not None)
+        if any(view.load is None and view.rows_since + share < num_slots for view in views):
+            return 0, 0.0, 0.0
+        best, least_s = shortest(heard, self._answer, share)
+        fewest = min(num_waiting(view, share) for view in heard)
         return int(num_waiting(best, share)), least_s, fewest
 
     def note_answer(self, num_tokens: int) -> None:

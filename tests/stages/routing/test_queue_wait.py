@@ -53,13 +53,22 @@ def test_the_shortest_queue_is_that_of_least_time_and_not_of_fewest_requests() -
     assert shortest([slow, fast], 10.0)[0] is fast
 
 
-def test_a_router_knows_no_queue_before_all_engines_have_reported() -> None:
+def test_a_router_knows_no_queue_before_an_engine_has_reported() -> None:
     router = Router(LeastWork(), 16)
+    assert router.queues([0, 1], 0) is None
     router.note_load(0, load(4, 3))
-    assert router.queues([0], 0) is not None and router.queues([0, 1], 0) is None
     router.note_load(1, load(4, 1))
     for _ in range(3):
         router.note_answer(10)
     router.note_sent(1, RoutedRequest(50), 0.0)
     # one of the two on their way to each: (4 + 4 + 1 - 4 - 0.5) / 4 * 0.2 s in the first
     assert router.queues([0, 1], 2) == (4, pytest.approx(0.225), 3.0)
+
+
+def test_an_engine_that_has_just_come_has_no_queue_until_its_slots_are_taken() -> None:
+    router = Router(LeastWork(), 16)
+    router.note_load(0, load(4, 3))
+    for _ in range(4):
+        assert router.queues([0, 1], 1) == (0, 0.0, 0.0)
+        router.note_sent(1, RoutedRequest(50), 0.0)
+    assert router.queues([0, 1], 0) == router.queues([0], 0) != (0, 0.0, 0.0)

@@ -89,8 +89,10 @@ class CoreKeeper(ProcessKeeper):
         super().start(client)
 
     async def stop(self) -> None:
-        self._doubted = None
+        """As in `ProcessKeeper`. The engine does not come back any more, so a request in doubt ends."""
         await super().stop()
+        if self._doubted is not None:
+            self._end_doubt(self._doubted)
 
     async def _keep(self, client: EngineClient | None) -> None:
         if client is None:
@@ -181,8 +183,10 @@ class CoreKeeper(ProcessKeeper):
         if self._core.has_come_back:
             self._doubted = None
             self._fleet_table.note_return(self._core.index)
-        elif self._doubted is not None:
-            self._end_doubt(self._doubted)
+        else:
+            self._fleet_table.note_successor(self._core.index)
+            if self._doubted is not None:
+                self._end_doubt(self._doubted)
         if client.died.done():
             return
         log.info("engine_process.replaced", engine=self._core.index, took_s=round(now_s - began_s, 3))

@@ -132,6 +132,10 @@ class FleetRequests(InflightRequests):
             live.num_deaths_passed = min(live.num_deaths_passed, live.num_deaths)
             live.is_doubted = False
 
+    def note_successor(self, core: int) -> None:
+        """Another process is in the place of the last one that died: that one does not return."""
+        self._blamed.pop(core, None)
+
     def doubt(self, request_id: str) -> None:
         """Keeps a request from all processes, as another one may die of it, until `note_return` or its end."""
         if (live := self._live.get(request_id)) is not None:
@@ -139,6 +143,7 @@ class FleetRequests(InflightRequests):
 
     def note_departure(self, core: int) -> None:
         """A process has gone by plan: its requests are in none now, and that says nothing of them."""
+        self.note_successor(core)
         self._leave(core)
         self._orphan(core)
 

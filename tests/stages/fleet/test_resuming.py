@@ -193,3 +193,25 @@ def test_requests_go_on_elsewhere_when_their_process_is_given_up_for_a_bug() -> 
         await keeper.stop()
 
     simulate(test)
+
+
+def test_a_request_in_doubt_ends_when_its_engine_leaves_before_that_is_known() -> None:
+    async def test(front: Front) -> None:
+        async def never() -> Any:
+            await asyncio.Future[None]()
+
+        front.table.admit([front.ask("r")])
+        front.table.begin_trial("r", 0)
+        states = {"is_parting": False, "may_come_back": True, "has_come_back": False}
+        core = SimpleNamespace(index=0, requests=front.a.requests, last_step=0, **states)
+        wake = front.resuming.wake
+        calls: Any = {"on_orphans": wake, "on_ready": wake, "on_given_up": wake}
+        keeper = CoreKeeper(front.env, front.table, cast(Any, core), front.exit, never, lambda how: None, **calls)
+        front.a.is_serving = False
+        keeper.start(cast(Any, SimpleNamespace(pid=1, died=asyncio.sleep(0.1, "a cut"))))
+        await front.env.sleep(1.0)
+        assert "r" in front.exit.live and front.b.sent == []
+        await keeper.stop()
+        assert "r" not in front.exit.live and not len(front.table)
+
+    simulate(test)

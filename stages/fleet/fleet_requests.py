@@ -80,6 +80,11 @@ class FleetRequests(InflightRequests):
         """Whether no request is in an engine process."""
         return not self._work[core].by_request
 
+    def abandon_trial(self, request_id: str, core: int) -> None:
+        """A suspect was not sent to the process that was to try it: it has passed nothing."""
+        if (trial := self._on_trial.get(request_id)) is not None and trial.core == core:
+            del self._on_trial[request_id]
+
     def adapter_of(self, request_id: str) -> str:
         """The digest of a request's adapter; "" for the base model, or if the request is not in flight."""
         live = self._live.get(request_id)

@@ -124,9 +124,9 @@ class Resuming:
     # -- trials
 
     async def _try_all(self, core: EngineCore) -> None:
-        """Tries suspects in one process until there are none or it ends: after each trial twice as many at a time."""
+        """Tries suspects in one process until there are none, or it ends or drains: each time twice as many at once."""
         size = 1
-        while core.is_serving and (suspects := self._next_trial(core, size)):
+        while core.is_serving and not core.is_draining and (suspects := self._next_trial(core, size)):
             await self._try(core, suspects)
             size = min(2 * size, MOST_AT_ONCE)
 
@@ -139,13 +139,19 @@ class Resuming:
         client = core.client
         for request_id in suspects:
             self._table.begin_trial(request_id, core.index)
+        sent = []
         for request_id in suspects:
             await self._resume(request_id, self._send(request_id, core))
+            if self._table.core_of(request_id) == core.index:
+                sent.append(request_id)
+            else:  # the process drains, and another one tries it
+                self._table.abandon_trial(request_id, core.index)
+                self.wake()
         await watch_trials(
             self._env,
             self._exit,
             self._table,
-            suspects,
+            sent,
             lambda outbox: self._num_tokens * sum(self._exit.awaits(one.sequence_id) for one in outbox.choices),
             lambda: not core.is_serving or core.client is not client,
             look_s=LOOK_S,

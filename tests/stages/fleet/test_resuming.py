@@ -215,3 +215,23 @@ def test_a_request_in_doubt_ends_when_its_engine_leaves_before_that_is_known() -
         assert "r" not in front.exit.live and not len(front.table)
 
     simulate(test)
+
+
+def test_a_suspect_is_tried_elsewhere_if_its_process_drains_before_it_is_sent() -> None:
+    async def test(front: Front) -> None:
+        first = front.ask("r")
+        front.ask("x")  # fills the other process
+        front.table.admit([first])
+        await front.die(front.a)
+        assert front.table.is_trying(1) and front.b.sent == ["x"]
+        front.b.is_draining = True
+        front.cores.note_change()
+        await front.env.sleep(0.1)
+        assert not front.table.num_trials_now and front.table.orphans()[0] == ["r"]
+        front.a.requests.pay(1)
+        front.a.is_serving = True
+        front.resuming.wake()
+        await front.env.sleep(0.1)
+        assert front.a.sent == ["r", "r"] and front.table.is_trying(0)
+
+    simulate(test, capacity=1)

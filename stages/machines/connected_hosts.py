@@ -208,10 +208,11 @@ async def look_at_first(members: Members) -> list[EngineReady]:
                 return list(ready.values())
             if members.is_fixed:
                 await asyncio.gather(*looks.values())  # raises
-            for name, look in list(looks.items()):  # refused: perhaps it is another one when it is looked at again
-                if look.done():
-                    log.error("engine.refused", engine=name, reason=str(look.exception()))
-                    del looks[name]
+            refused = [name for name, look in looks.items() if look.done()]
+            for name in refused:  # perhaps it is another one when it is looked at again
+                log.error("engine.refused", engine=name, reason=str(looks.pop(name).exception()))
+            if refused and not looks:
+                await asyncio.sleep(members.period_s or OTHERS_S)  # else those that wait have taken as long
             await members.look_again()
     finally:
         for look in looks.values():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from millrace.deploy.cli.machines.addresses import parse_address, parse_source
+from millrace.runtime.processes.auth import AuthError
 from millrace.stages.errors import ConfigError
+from millrace.stages.machines.connected_hosts import look_at_first
 from millrace.stages.machines.engine_sources import AddressFile, DnsName, FixedAddress, SourceError
 from millrace.stages.machines.membership import Members
 from tests.stages.machines.scripted_engines import (
@@ -138,3 +141,27 @@ def test_engines_named_twice_or_too_many_are_refused(names: Any, message: str) -
 def test_what_names_no_engine_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
         parse_source(text)
+
+
+def test_engines_that_refuse_a_front_are_asked_again_once_a_period() -> None:
+    class Stranger:
+        name, num_asked = "a:1", 0
+
+        async def connect(self) -> Any:
+            self.num_asked += 1
+            raise AuthError("another key")
+
+        def note_stuck(self) -> None:
+            raise AssertionError
+
+    async def ask() -> int:
+        named, stranger = Named("a"), Stranger()
+        named.period_s = 0.05
+        members = Members([named], lambda address: stranger)
+        await members.open()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await look_at_first(members)
+        return stranger.num_asked
+
+    assert 1 < asyncio.run(ask()) < 20

@@ -62,8 +62,9 @@ class Departures:
             await asyncio.wait(tasks)
 
     async def _part_in_time(self, core: EngineCore) -> None:
-        departure = self._departures[core.index]
-        while not (departure.at_once or self._table.is_idle(core.index)):
+        departure, client = self._departures[core.index], core.client
+        # one that died meanwhile has a client again once it is reached: nothing of it is kept
+        while not (departure.at_once or self._table.is_idle(core.index) or core.client is not client):
             if departure.moves and self._cores.serving():
                 break
             await self._env.sleep(LOOK_S)

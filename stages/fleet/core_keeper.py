@@ -58,9 +58,10 @@ class CoreKeeper(ProcessKeeper):
     """As `ProcessKeeper`, for one of several engine processes.
 
     Requests are resumed in the others at once, so `on_orphans` is called before a successor starts. Deaths of a process
-    that has brought tokens do not count as those that give it up: its requests have come further, elsewhere. With
-    `on_given_up` the engine ends all requests if this was the last process. One that was given up is tried again every
-    few minutes. `start` without a client starts the first process, too.
+    that has brought tokens do not count as those that give it up: its requests have come further, elsewhere. Nor does
+    the end of a connection to one that lives. With `on_given_up` the engine ends all requests if this was the last
+    process. One that was given up is tried again every few minutes. `start` without a client starts the first process,
+    too.
     """
 
     def __init__(
@@ -183,6 +184,8 @@ class CoreKeeper(ProcessKeeper):
         if self._core.has_come_back:
             self._doubted = None
             self._fleet_table.note_return(self._core.index)
+            if self._deaths_s and self._deaths_s[-1] == began_s:
+                self._deaths_s.pop()
         else:
             self._fleet_table.note_successor(self._core.index)
             if self._doubted is not None:

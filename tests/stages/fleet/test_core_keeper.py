@@ -142,3 +142,12 @@ def test_pauses_stay_finite_after_any_number_of_deaths() -> None:
     assert [pauses.note_death(0.0) for _ in range(2_000)][-1] == 30.0
     assert [pauses.next_retry_s() for _ in range(2_000)][-1] == 300.0
     assert pauses.note_death(5.0) == 0.0 and pauses.num_retries == 0, "it lived for five seconds"
+
+
+def test_an_engine_that_lives_is_not_given_up_however_often_its_connection_ends() -> None:
+    async def test(kept: Kept) -> None:
+        kept.serves, kept.core.has_come_back = False, True
+        await kept.env.sleep(100.0)
+        assert not kept.given_up and len(kept.starts_s) > MAX_DEATHS + 1
+
+    simulate(test)

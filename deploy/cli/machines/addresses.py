@@ -18,7 +18,12 @@ def parse_address(flag: str, text: str) -> tuple[str, int]:
     is_bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not colon or not port.isdecimal() or not 0 <= int(port) < 1 << 16 or is_bare:
         raise ConfigError(f"{flag} {text}: must be HOST:PORT, such as 10.0.0.5:7000 or [fd00::5]:7000")
-    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+    host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise ConfigError(f"{flag} {text}: {host!r} is no name of a host: {error.__cause__ or error}") from None
+    return host, int(port)
 
 
 def parse_source(text: str) -> EngineSource:

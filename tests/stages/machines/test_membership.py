@@ -165,3 +165,9 @@ def test_engines_that_refuse_a_front_are_asked_again_once_a_period() -> None:
         return stranger.num_asked
 
     assert 1 < asyncio.run(ask()) < 20
+
+
+@pytest.mark.parametrize("text", ["a..b:7000", "dns:a..b:7000", f"dns:{'a' * 64}.org:7000"])
+def test_what_can_be_no_name_of_a_host_is_refused_before_it_is_looked_up(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no name of a host: label"):
+        parse_source(text)

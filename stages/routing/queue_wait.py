@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from .engine_load import EngineView
+from .score import prompt_s
 
 
 def num_waiting(view: EngineView, num_more: float = 0.0) -> float:
@@ -23,9 +24,7 @@ def wait_s(view: EngineView, num_answer: float, num_more: float = 0.0) -> float:
     load = view.load
     assert load is not None
     ahead = num_waiting(view, num_more)
-    prompts_s = load.prompt_s + view.prompt_s_since
-    if num_more and ahead > num_more:
-        prompts_s *= ahead / (ahead - num_more)
+    prompts_s = load.prompt_s + view.prompt_s_since + num_more * _mean_prompt_s(view)
     context = load.context_tokens + load.waiting_tokens + view.tokens_since
     per_row = context / max(1.0, load.num_rows + ahead)
     num_rows = min(float(load.max_rows), load.num_rows + ahead)
@@ -37,6 +36,17 @@ def wait_s(view: EngineView, num_answer: float, num_more: float = 0.0) -> float:
     num_steps = math.ceil(load.waiting_tokens / load.token_budget) + view.rows_since  # in which rows decode as well
     prompts_s = max(0.0, prompts_s - num_steps * load.costs.step_s)
     return prompts_s + (num_missing - 0.5) * num_answer * step_s / num_rows
+
+
+def _mean_prompt_s(view: EngineView) -> float:
+    """Seconds of a prompt that waits: what is left of prompts that were begun says nothing of the next ones."""
+    load = view.load
+    assert load is not None
+    if not (count := load.num_waiting + view.rows_since):
+        return 0.0
+    each = load.waiting_tokens // max(1, load.num_waiting)
+    waiting_s = min(load.prompt_s, load.num_waiting * prompt_s(load.costs, each, 0, load.token_budget))
+    return (waiting_s + view.prompt_s_since) / count
 
 
 def shortest(views: Sequence[EngineView], num_answer: float, num_more: float = 0.0) -> tuple[EngineView, float]:

@@ -47,6 +47,12 @@ def test_requests_sent_since_the_report_and_those_on_their_way_wait_as_well() ->
     assert wait_s(seen, 10.0, 2.0) > wait_s(seen, 10.0) + 0.1
 
 
+def test_requests_on_their_way_take_as_long_as_those_that_wait_not_as_a_prompt_that_was_begun() -> None:
+    seen = view(1, 0, 10.0)
+    seen.note_sent(0.05, 50)
+    assert wait_s(seen, 10.0, 2.0) == pytest.approx(10.05 + 2 * 0.05)
+
+
 def test_the_shortest_queue_is_that_of_least_time_and_not_of_fewest_requests() -> None:
     fast, slow = view(4, 3, engine=0), view(4, 1, engine=1)
     slow.note_load(EngineLoad(0, 0.0, 4, 1, 200, 50, 10_000, 4, 256, StepTimeCosts(step_s=0.1)))

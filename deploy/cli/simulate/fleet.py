@@ -31,10 +31,11 @@ def check_fleet(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {value}: must be 1 to 4096")
     if not 1 <= options.least_engines <= options.fleet:
         raise ConfigError(f"--least-engines {options.least_engines}: must be 1 to the {options.fleet} of --fleet")
-    for name in ("start_s", "target_work_s", "target_running"):
-        value = getattr(options, name)
-        if value is not None and not (0 < value < float("inf") or (name == "start_s" and value == 0)):
-            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be a number above 0")
+    for name in ("start_s", "restart_s", "target_work_s", "target_running"):
+        value, may_be_0 = getattr(options, name), name.endswith("start_s")
+        if value is not None and not (0 < value < float("inf") or (may_be_0 and value == 0)):
+            limit = "at least 0" if may_be_0 else "above 0"
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be a number {limit}")
     policies(options.policy)
     scalings(options.autoscale)
     deaths(options)

@@ -84,6 +84,7 @@ async def look_at(peer: EnginePeer, link_timeout_s: float | None = LINK_TIMEOUT_
         if isinstance(error, AuthError):
             raise ConfigError(f"engine {peer.name}: {error}; give both the same --fleet-key-file")
 
+    pause_s = FIRST_PAUSE_S
     while True:
         transport = await reached(peer, refuse)
         try:
@@ -93,7 +94,8 @@ async def look_at(peer: EnginePeer, link_timeout_s: float | None = LINK_TIMEOUT_
             return ready
         except EngineDied as error:
             log.warning("engine.unreachable", engine=peer.name, reason=str(error))
-            await asyncio.sleep(FIRST_PAUSE_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 async def _asked(transport: SocketTransport, peer: EnginePeer, link_timeout_s: float | None) -> EngineReady:

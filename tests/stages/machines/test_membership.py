@@ -12,7 +12,9 @@ import pytest
 
 from millrace.deploy.cli.machines.addresses import parse_address, parse_source
 from millrace.runtime.processes.auth import AuthError
+from millrace.runtime.processes.transport import SocketTransport
 from millrace.stages.errors import ConfigError
+from millrace.stages.machines import engine_peers
 from millrace.stages.machines.connected_hosts import look_at_first
 from millrace.stages.machines.engine_sources import AddressFile, DnsName, FixedAddress, SourceError
 from millrace.stages.machines.membership import Members
@@ -171,3 +173,27 @@ def test_engines_that_refuse_a_front_are_asked_again_once_a_period() -> None:
 def test_what_can_be_no_name_of_a_host_is_refused_before_it_is_looked_up(text: str) -> None:
     with pytest.raises(ConfigError, match="is no name of a host: label"):
         parse_source(text)
+
+
+def test_an_engine_that_closes_each_connection_is_asked_with_longer_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        name, num_asked = "a:1", 0
+
+        async def connect(self) -> SocketTransport:
+            self.num_asked += 1
+            theirs, ours = socket.socketpair()
+            theirs.close()
+            return SocketTransport(ours)
+
+        def note_stuck(self) -> None:
+            raise AssertionError
+
+    async def ask() -> int:
+        full = Full()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await engine_peers.look_at(full)
+        return full.num_asked
+
+    monkeypatch.setattr(engine_peers, "FIRST_PAUSE_S", 0.01)
+    assert 1 < asyncio.run(ask()) < 12

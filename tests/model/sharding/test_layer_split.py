@@ -32,6 +32,13 @@ SIX: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 32, "vocab_size": 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen2", {"intermediate_size": 40, "vocab_size": 641, "num_hidden_layers": 5}),
     "learned positions": ("gpt2", {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 641}),
+    "latents and experts": (
+        "deepseek_v2",
+        SIX
+        | {"num_hidden_layers": 3, "num_key_value_heads": 4, "intermediate_size": 40, "first_k_dense_replace": 1}
+        | {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 1},
+    ),
     "norms after, capped": ("gemma2", SIX | {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40}),
 }
 
@@ -76,6 +83,7 @@ class Chain:
         ("tied", 5, "bfloat16"),
         ("learned positions", 3, "float32"),
         ("norms after, capped", 2, "bfloat16"),
+        ("latents and experts", 3, "float32"),
     ],
 )
 def test_ranges_one_after_another_give_the_bits_of_the_whole(

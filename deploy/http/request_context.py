@@ -17,6 +17,7 @@ OWNER = web.RequestKey("owner", str)
 # makes the body of an error, if the API has its own shape
 ERROR_BODY: web.RequestKey[Callable[[ApiError], Mapping[str, Any]]] = web.RequestKey("error_body")
 TRACE = web.RequestKey("trace", TraceContext)
+HAS_BEGUN = web.RequestKey("has_begun", bool)  # set once the headers of its answer are made
 
 MAX_ID_CHARS = 128  # of an id that a client sets
 MAX_SESSION_CHARS = 512  # of a session's name

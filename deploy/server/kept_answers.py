@@ -31,6 +31,7 @@ class KeptAnswer(AnswerRecord):
         super().__init__(count)
         self.digest = digest  # of what was asked
         self.task: asyncio.Task[None] | None = None
+        self.is_too_long = False  # alone it has more bytes than may be kept
 
 
 class KeptAnswers:
@@ -123,19 +124,22 @@ class KeptAnswers:
             return
         kept.end()
         kept.task = None
-        if kept.status >= 400:
+        if kept.status >= 400 or kept.is_too_long:
             self._drop(place, kept)
         else:
             asyncio.get_running_loop().call_later(KEPT_S, self._drop, place, kept)
 
     def _count(self, place: tuple[str, str], num_bytes: int) -> None:
-        """Bytes have come to an answer. Raises `ApiError` if it alone has more than may be kept."""
+        """Bytes have come to an answer. Raises `ApiError` if it alone has more than may be kept: once, so that a stream
+        can end with that error."""
         most = self._service.config.response_store_bytes
         self._num_bytes += num_bytes
         for other, kept in list(self._kept.items()) if self._num_bytes > most else ():
             if kept.is_over and other != place and self._num_bytes > most:
                 self._drop(other, kept)
-        if place in self._kept and self._kept[place].num_bytes > most:
+        own = self._kept.get(place)
+        if own is not None and own.num_bytes > most and not own.is_too_long:
+            own.is_too_long = True
             message = (
                 f"{HEADER}: the answer has more than {most} bytes, the most that is kept; send it without the header"
             )

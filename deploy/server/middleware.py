@@ -19,7 +19,7 @@ from ..errors import ApiError, describe, not_serving, shorten, unforeseen
 from ..http.api_keys import ApiKeys
 from ..http.connections import error_response
 from ..http.origin_check import OriginCheck
-from ..http.request_context import ATTEMPTED, ERROR_BODY, OWNER, REQUEST_ID, TRACE, checked_request_id
+from ..http.request_context import ATTEMPTED, ERROR_BODY, HAS_BEGUN, OWNER, REQUEST_ID, TRACE, checked_request_id
 from ..http.trace_context import CURRENT, read_traceparent
 
 NO_KEYS = ApiKeys(())
@@ -32,7 +32,8 @@ def identify(count_rejection: Callable[[str], object], root_path: str = "") -> M
     """Middleware that sets a request's id and trace, and turns exceptions into responses.
 
     The id and the trace id are bound to log lines; `count_rejection` gets the code of each error. `root_path` may stand
-    before the paths of the APIs whose errors have shapes of their own.
+    before the paths of the APIs whose errors have shapes of their own. An exception after the headers of an answer ends
+    the connection: a client would read a second answer as part of the first.
     """
 
     @web.middleware
@@ -49,6 +50,9 @@ def identify(count_rejection: Callable[[str], object], root_path: str = "") -> M
             except Exception as error:
                 api_error = describe(error) or _unforeseen(request, error)
             count_rejection(api_error.code)
+            if HAS_BEGUN in request:
+                log.info("answer.broken_off", code=api_error.code)
+                raise asyncio.CancelledError  # as aiohttp reports a disconnect: it closes the connection
             return error_response(api_error, _body(request, api_error, root_path))
 
     return middleware
@@ -143,6 +147,7 @@ def add_headers(service: Service, gate: OriginCheck) -> Callable[[web.Request, w
     """
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
+        request[HAS_BEGUN] = True
         if REQUEST_ID in request:
             response.headers["X-Request-Id"] = request[REQUEST_ID]
         if ATTEMPTED in request and (attempts := request[ATTEMPTED].num_attempts):

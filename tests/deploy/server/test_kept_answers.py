@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from yarl import URL
 
 from millrace.deploy.errors import ApiError
 from millrace.deploy.server import kept_answers
@@ -149,3 +150,27 @@ async def test_a_server_that_stops_leaves_no_answer_half_made() -> None:
         asked.cancel()
         await asyncio.wait([asked])
         assert len(asker.kept) == 0
+
+
+@on_loop
+async def test_a_stream_that_is_too_long_to_be_kept_ends_with_that_error() -> None:
+    async with asking(script=ENDLESS, response_store_bytes=2000) as asker:
+        status, _, data = await asker.post("a", BODY | {"stream": True, "max_tokens": 200})
+        *_, last, done = data.removesuffix(b"\n\n").split(b"\n\n")
+        assert status == 200 and done == b"data: [DONE]"
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "body_too_large"
+        assert len(asker.kept) == 0
+
+
+@on_loop
+async def test_an_answer_that_breaks_off_is_followed_by_no_other_on_its_connection() -> None:
+    async with asking(script=ENDLESS, response_store_bytes=2000) as asker:
+        body = json.dumps(TALK | {"max_tokens": 200, "stream": True})
+        port = URL(asker.running.server.url).port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Idempotency-Key: a\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        data = await reader.read()  # to the end of the connection
+        writer.close()
+        assert data.startswith(b"HTTP/1.1 200 ") and b"message_start" in data
+        assert data.count(b"HTTP/1.1 ") == 1 and not data.endswith(b"\r\n0\r\n\r\n")

@@ -21,7 +21,9 @@ from ..errors import ApiError, shorten
 ANY = "*"
 FOREIGN_VERSION = "foreign_version"  # key of a request's item: its HTTP version, if not 1.0 or 1.1
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
-EXPOSED_HEADERS = "X-Request-Id, X-Ignored-Fields, Retry-After, X-Queue-Position, X-Millrace-Attempts"
+EXPOSED_HEADERS = (
+    "X-Request-Id, X-Ignored-Fields, Retry-After, X-Queue-Position, X-Millrace-Attempts, Idempotent-Replayed"
+)
 PREFLIGHT_MAX_AGE_S = 600
 
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::(\d{1,5}))?")

@@ -12,8 +12,9 @@ from functools import partial
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from ...runtime.pipeline import Health
 from ..api.service import CacheUse, Service
-from ..errors import ApiError
+from ..errors import ApiError, not_serving
 from ..http.answer_record import RECORD, AnswerRecord
 from ..http.body_reader import read_ahead
 from ..http.request_context import OWNER
@@ -31,6 +32,7 @@ class KeptAnswer(AnswerRecord):
         super().__init__(count)
         self.digest = digest  # of what was asked
         self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None  # that drops it, once it is over
         self.is_too_long = False  # alone it has more bytes than may be kept
 
 
@@ -116,7 +118,7 @@ class KeptAnswers:
                 kept.add(body if isinstance(body, bytes) else b"")
         except asyncio.CancelledError:
             self._drop(place, kept)
-            kept.end(ApiError("internal_error", "the answer was not made to its end; send the request again"))
+            kept.end(not_serving(Health("draining")))
             raise
         except Exception as error:
             self._drop(place, kept)
@@ -127,7 +129,7 @@ class KeptAnswers:
         if kept.status >= 400 or kept.is_too_long:
             self._drop(place, kept)
         else:
-            asyncio.get_running_loop().call_later(KEPT_S, self._drop, place, kept)
+            kept.timer = asyncio.get_running_loop().call_later(KEPT_S, self._drop, place, kept)
 
     def _count(self, place: tuple[str, str], num_bytes: int) -> None:
         """Bytes have come to an answer. Raises `ApiError` if it alone has more than may be kept: once, so that a stream
@@ -149,3 +151,5 @@ class KeptAnswers:
         if self._kept.get(place) is kept:
             del self._kept[place]
             self._num_bytes -= kept.num_bytes
+            if kept.timer is not None:
+                kept.timer.cancel()  # it would hold the answer

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -174,3 +176,25 @@ async def test_an_answer_that_breaks_off_is_followed_by_no_other_on_its_connecti
         writer.close()
         assert data.startswith(b"HTTP/1.1 200 ") and b"message_start" in data
         assert data.count(b"HTTP/1.1 ") == 1 and not data.endswith(b"\r\n0\r\n\r\n")
+
+
+@on_loop
+async def test_an_answer_that_makes_room_for_others_is_freed_at_once() -> None:
+    async with asking(response_store_bytes=6000) as asker:
+        await asker.post("first", BODY)
+        freed = weakref.ref(*asker.kept._kept.values())
+        for number in range(8):
+            await asker.post(f"k{number}", BODY)
+        gc.collect()
+        assert freed() is None
+
+
+@on_loop
+async def test_a_server_that_stops_sends_those_who_wait_to_another_one() -> None:
+    async with serving(engine=SMALL, script=ENDLESS, step_s=0.01) as running:
+        asker = Asker(running)
+        asked = asyncio.ensure_future(asker.post("a", BODY | {"max_tokens": 400}))
+        await until(lambda: len(asker.kept) == 1)
+        await running.server.stop()
+        status, headers, data = await asked
+        assert status == 503 and json.loads(data)["error"]["code"] == "draining" and "Retry-After" in headers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from aiohttp import (
     ClientTimeout,
     ClientWebSocketResponse,
     ClientWSTimeout,
+    StreamReader,
     UnixConnector,
     WSMsgType,
     web,
@@ -27,6 +28,8 @@ from ...runtime.pipeline import Health
 from ..api.service import Service
 from ..config import ServerConfig
 from ..errors import ApiError, not_serving
+from ..http.answer_record import RECORD, AnswerRecord
+from ..http.body_reader import BODY
 from ..http.connections import MAX_HEADER_LINE
 from ..http.listening import ListeningSockets
 from ..http.request_context import REQUEST_ID
@@ -42,6 +45,7 @@ CLOSE_S = 1.0  # for the answer to the close of a WebSocket
 OF_CONNECTION = frozenset(  # headers of one connection, which are not passed on
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "content-length"}
 )
+AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # not added to those of the client
 OF_KEYS = ("Authorization", "x-api-key", "Sec-WebSocket-Protocol", "Host", "Origin")
 
 
@@ -118,22 +122,32 @@ class OtherFronts:
     # -- passing
 
     async def pass_on(self, request: web.Request, front: int, body: bytes | None = None) -> web.StreamResponse:
-        if body is None and request.can_read_body:
+        if BODY in request:
+            body = request[BODY]  # to the byte, as the other front's kept answers ask
+        elif body is None and request.can_read_body:
             body = await request.read()
         async with self._asked(request, front, body) as found:
-            response = web.StreamResponse(status=found.status, reason=found.reason)
-            for name, value in found.headers.items():
-                if name.lower() not in OF_CONNECTION:
-                    response.headers.add(name, value)
+            headers = CIMultiDict((k, v) for k, v in found.headers.items() if k.lower() not in OF_CONNECTION)
+            if (record := request.get(RECORD)) is not None:
+                return await _recorded(found, headers, record)
+            response = web.StreamResponse(status=found.status, reason=found.reason, headers=headers)
             if (length := found.headers.get("Content-Length")) is not None:
                 response.content_length = int(length)
             await response.prepare(request)
             if request.method != "HEAD":
                 async for part in found.content.iter_any():
-                    async with asyncio.timeout(self.config.stalled_reader_s):
-                        await response.write(part)
-            await response.write_eof()
+                    await self._in_time(request, response.write(part))
+            await self._in_time(request, response.write_eof())
         return response
+
+    async def _in_time(self, request: web.Request, writing: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(self.config.stalled_reader_s):
+                await writing
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()  # as with any client that does not read
+            raise asyncio.CancelledError from None
 
     async def answer_of(self, request: web.Request, front: int, path: str | None = None) -> tuple[int, Any]:
         """Status and JSON of a front's answer to this request, without a body; `path` in place of its own."""
@@ -147,10 +161,11 @@ class OtherFronts:
         async with self._connected(front), self._post(headers, front, path, body) as found:
             if found.status != 200:
                 raise _error_of(found.status, await found.read())
-            async for line in found.content:
-                if line.startswith(b"data: {"):
-                    event: dict[str, Any] = orjson.loads(line[6:])
-                    yield event
+            async for lines in whole(found.content, b"\n"):
+                for line in lines.split(b"\n"):
+                    if line.startswith(b"data: {"):
+                        event: dict[str, Any] = orjson.loads(line[6:])
+                        yield event
 
     @asynccontextmanager
     async def open_socket(self, headers: Mapping[str, str], front: int, path: str) -> AsyncIterator[PassedSocket]:
@@ -207,10 +222,35 @@ class OtherFronts:
                 connector=UnixConnector(str(front_path(self._folder, front)), limit=0),
                 timeout=ClientTimeout(total=None, sock_connect=CONNECT_S),
                 auto_decompress=False,
+                skip_auto_headers=AUTO_HEADERS,
                 max_line_size=MAX_HEADER_LINE,
                 max_field_size=MAX_HEADER_LINE,
             )
         return self._sessions[front]
+
+
+async def whole(content: StreamReader, end: bytes) -> AsyncIterator[bytes]:
+    """What comes, cut only behind an `end`, at any length: a reader of lines has a limit."""
+    rest = bytearray()
+    async for part in content.iter_any():
+        num_seen = max(0, len(rest) - len(end) + 1)
+        rest += part
+        if (at := rest.rfind(end, num_seen)) >= 0:
+            yield bytes(rest[: at + len(end)])
+            del rest[: at + len(end)]
+    if rest:
+        yield bytes(rest)
+
+
+async def _recorded(found: ClientResponse, headers: Mapping[str, str], record: AnswerRecord) -> web.StreamResponse:
+    """The answer of another front; a stream goes into the record, from which the client is answered."""
+    if found.content_type != "text/event-stream":
+        return web.Response(status=found.status, reason=found.reason, body=await found.read(), headers=headers)
+    record.begin(found.status, dict(headers), is_stream=True)
+    async for events in whole(found.content, b"\n\n"):
+        record.add(events)
+    record.end()
+    return web.StreamResponse()
 
 
 def is_of_a_front(request: web.BaseRequest) -> bool:

@@ -12,6 +12,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.deploy.config import ServerConfig
+from millrace.deploy.front_processes.other_fronts import whole
 from millrace.stages.testing.scripted.engine import SMALL, ScriptedEngine
 from millrace.stages.testing.scripted.script import Script
 from tests.deploy.front_processes.local_fronts import LocalFronts, local_fronts
@@ -212,3 +213,45 @@ async def test_a_front_can_be_asked_for_by_number_and_keys_are_needed_there_too(
             await socket.send_json({"type": "subscribe", "topics": {"fleet": {}}})
             shown = (await receive(socket, "update", "error"))["full"]["fleet"]
             assert shown["front"] == 1 and [one["state"] for one in shown["fronts"]] == ["ready", "ready"]
+
+
+@on_loop
+async def test_a_request_sent_again_through_another_front_gets_the_same_answer() -> None:
+    async with pair() as both:
+        asked = {"model": "scripted", "input": "a", "max_output_tokens": 5}
+        _, first = await both.ask(0, "POST", "/v1/responses", asked)
+        for stream in (False, True):
+            body = asked | {"previous_response_id": first["id"], "stream": stream}
+            headers = A | {"Idempotency-Key": f"key-{stream}"}
+            found = []
+            for front in (1, 1, 0):
+                async with both.session.post(
+                    both.fronts.urls[front] + "/v1/responses", json=body, headers=headers
+                ) as answer:
+                    again = answer.headers.get("Idempotent-Replayed")
+                    found.append((answer.status, answer.headers["Content-Type"], again, await answer.read()))
+            assert found[0][0] == 200 and b"resp_00" in found[0][3]
+            assert {one[:2] + one[3:] for one in found} == {found[0][:2] + found[0][3:]}
+            assert [one[2] for one in found] == [None, "true", "true"]
+
+
+@on_loop
+async def test_what_a_front_passes_on_is_encoded_as_the_client_asked() -> None:
+    async with pair() as both:
+        for asked, encoding in (({"Accept-Encoding": "gzip"}, "gzip"), ({}, None)):
+            url = both.fronts.urls[0] + "/static/vendor/scalar.standalone.js?front=1"
+            async with both.session.head(url, headers=asked, skip_auto_headers=("Accept-Encoding",)) as answer:
+                assert answer.status == 200 and answer.headers.get("Content-Encoding") == encoding
+
+
+@on_loop
+async def test_a_stream_of_another_front_is_cut_behind_events_of_any_length() -> None:
+    class Content:
+        async def iter_any(self) -> AsyncIterator[bytes]:
+            for part in (b"a\n", b"\nb", long[:200_000], long[200_000:] + b"\n\nc\n\nd\n", b"\n", b"e"):
+                yield part
+
+    long = b"x" * 300_000
+    content: Any = Content()
+    cut = [events async for events in whole(content, b"\n\n")]
+    assert cut == [b"a\n\n", b"b" + long + b"\n\nc\n\n", b"d\n\n", b"e"]

@@ -39,7 +39,7 @@ class Fronts(Protocol):
         """The other front in which an id lives, by what is random in it; None for this one's, and for unknown ids."""
 
     async def pass_on(self, request: web.Request, front: int, body: bytes | None = None) -> web.StreamResponse:
-        """Answers a request as another front does, into its record if it has one. `ApiError` 503 if that one is away."""
+        """Answers a request as another front does, into its record if it has one. `ApiError` 503: that one is away."""
 
     def events(
         self, headers: Mapping[str, str], front: int, path: str, body: bytes

@@ -24,6 +24,7 @@ RESPONSES = "/v1/responses/{id}"
 HEALTH = ("/health", "/health/ready", "/ping", "/healthz", "/readyz", "/v2/health/ready")
 FRONT_BITS = 44  # of a cursor of /v1/requests, below the front's number
 MOST_LISTED = 1_000
+AWAY = 503  # status of a front that does not answer
 
 Answer = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
@@ -107,10 +108,15 @@ class AllFronts:
         except ApiError as error:
             if error.code != "request_not_found":
                 raise
+            away: web.Response | None = None
             for front in self._others():
                 status, found = await self._fronts.answer_of(request, front)
-                if status != error.status:
+                if status == AWAY:
+                    away = answer(found, status=status)
+                elif status != error.status:
                     return answer(found, status=status)
+            if away is not None:  # that one may know it
+                return away
             raise
 
     def _others(self) -> list[int]:

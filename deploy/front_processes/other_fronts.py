@@ -24,10 +24,9 @@ from aiohttp import (
 from multidict import CIMultiDict
 from yarl import URL
 
-from ...runtime.pipeline import Health
 from ..api.service import Service
 from ..config import ServerConfig
-from ..errors import ApiError, not_serving
+from ..errors import ApiError
 from ..http.answer_record import RECORD, AnswerRecord
 from ..http.body_reader import BODY
 from ..http.connections import MAX_HEADER_LINE
@@ -41,6 +40,7 @@ from .sockets import front_path, listen_at
 
 MARK_CHARS = 2  # at the beginning of what is random in an id: the front's number, in hexadecimal
 CONNECT_S = 2.0
+ANSWER_S = 10.0  # for an answer about all fronts, which then does without that one
 CLOSE_S = 1.0  # for the answer to the close of a WebSocket
 OF_CONNECTION = frozenset(  # headers of one connection, which are not passed on
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "content-length"}
@@ -150,10 +150,21 @@ class OtherFronts:
             raise asyncio.CancelledError from None
 
     async def answer_of(self, request: web.Request, front: int, path: str | None = None) -> tuple[int, Any]:
-        """Status and JSON of a front's answer to this request, without a body; `path` in place of its own."""
-        async with self._asked(request, front, None, path) as found:
-            data = await found.read()
-        return found.status, orjson.loads(data) if data else None
+        """Status and JSON of a front's answer to this request, without a body; `path` in place of its own.
+
+        Asks HEAD as GET. 503 if the front is away or hangs.
+        """
+        method = "GET" if request.method == "HEAD" else request.method
+        try:
+            async with asyncio.timeout(ANSWER_S), self._asked(request, front, None, path, method) as found:
+                data = await found.read()
+        except TimeoutError:
+            error = _away(front)
+        except ApiError as away:
+            error = away
+        else:
+            return found.status, orjson.loads(data) if data else None
+        return error.status, error.body()
 
     async def events(
         self, headers: Mapping[str, str], front: int, path: str, body: bytes
@@ -185,15 +196,15 @@ class OtherFronts:
 
     @asynccontextmanager
     async def _asked(
-        self, request: web.Request, front: int, body: bytes | None, path: str | None = None
+        self, request: web.Request, front: int, body: bytes | None, path: str | None = None, method: str | None = None
     ) -> AsyncIterator[ClientResponse]:
         headers = CIMultiDict((k, v) for k, v in request.headers.items() if k.lower() not in OF_CONNECTION)
         headers["X-Request-Id"] = request[REQUEST_ID]
         url = URL(f"http://front{request.raw_path if path is None else path}", encoded=True)
-        session = self._session(front)
+        session, method = self._session(front), method or request.method
         async with (
             self._connected(front),
-            session.request(request.method, url, headers=headers, data=body, allow_redirects=False) as found,
+            session.request(method, url, headers=headers, data=body, allow_redirects=False) as found,
         ):
             yield found
 
@@ -213,8 +224,7 @@ class OtherFronts:
         except (ClientError, OSError) as error:
             if isinstance(error, ConnectionError) and not isinstance(error, ClientError):
                 raise  # the client's own
-            health = Health("loading", reason=f"front {front}, which has what is asked for, is away; try again")
-            raise not_serving(health) from None
+            raise _away(front) from None
 
     def _session(self, front: int) -> ClientSession:
         if front not in self._sessions:
@@ -270,6 +280,11 @@ def number_of(marked: str) -> int | None:
         return int(marked[:MARK_CHARS], 16) if len(marked) > MARK_CHARS else None
     except ValueError:
         return None
+
+
+def _away(front: int) -> ApiError:
+    message = f"front {front}, which has what is asked for, is away; try again shortly"
+    return ApiError("loading", message, retry_after_s=1.0)
 
 
 def _error_of(status: int, body: bytes) -> ApiError:

@@ -255,3 +255,17 @@ async def test_a_stream_of_another_front_is_cut_behind_events_of_any_length() ->
     content: Any = Content()
     cut = [events async for events in whole(content, b"\n\n")]
     assert cut == [b"a\n\n", b"b" + long + b"\n\nc\n\n", b"d\n\n", b"e"]
+
+
+@on_loop
+async def test_what_is_about_all_fronts_does_without_one_that_is_away() -> None:
+    async with pair() as both:
+        for is_away in (False, True):
+            if is_away:
+                await both.fronts.servers[1].stop()
+            for method in ("GET", "HEAD"):
+                for path in ("/load", "/v1/requests"):
+                    async with both.session.request(method, both.fronts.urls[0] + path, headers=A) as answer:
+                        assert answer.status == 200, (method, path, is_away)
+        status, body = await both.ask(0, "DELETE", "/v1/requests/unknown")
+        assert status == 503 and "front 1, which has what is asked for, is away" in body["error"]["message"]

@@ -98,7 +98,9 @@ class ChildSlot:
             self.state, self.reason = "loading", f"its process has ended ({how}); another one starts"
             log.error("front_processes.child_ended", child=self.name, how=how, pause_s=round(pause_s, 3))
             self._on_change()
-            await asyncio.sleep(pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._stopping.wait()
         self.state, self.reason = "stopped", self.reason or "it has been stopped"
         self._on_change()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from millrace.deploy.config import ServerConfig
+from millrace.deploy.front_processes.child_slot import ChildSlot
 from millrace.deploy.front_processes.supervisor import ServerPlan, Supervisor
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
@@ -66,3 +68,30 @@ async def test_what_a_first_child_cannot_do_is_raised_as_it_says_it() -> None:
     async with supervised(plan(host="localhost")) as supervisor:
         with pytest.raises(ConfigError, match="it has no name"):
             await supervisor.start()
+
+
+class LongPause:
+    def note_ready(self) -> None:
+        pass
+
+    def note_end(self, now_s: float) -> float | None:
+        return 600.0
+
+    def describe(self) -> str:
+        return "never"
+
+
+class EndsAtOnce(ChildSlot):
+    async def _run_one(self) -> str:
+        self.note_ready()
+        return "at once"
+
+
+@on_loop
+async def test_a_stop_does_not_wait_for_the_pause_before_a_restart() -> None:
+    slot = EndsAtOnce("child", "none", list, lambda word: None, lambda: None, LongPause())
+    running = asyncio.create_task(slot.run())
+    await until(lambda: slot.num_restarts == 1)
+    slot.stop()
+    await asyncio.wait_for(running, 10.0)
+    assert slot.state == "stopped"

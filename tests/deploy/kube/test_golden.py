@@ -153,6 +153,10 @@ def test_a_fleet_scales_its_engines_by_what_waits_at_its_fronts() -> None:
         "name": engines["StatefulSet"]["metadata"]["name"],
     }
     assert "replicas" not in engines["StatefulSet"]["spec"] and "replicas" in fronts["Deployment"]["spec"]
+    waiting, running = (trigger["metadata"]["query"] for trigger in fronts["ScaledObject"]["spec"]["triggers"])
+    assert f'service="{fronts["Service"]["metadata"]["name"]}"' in waiting  # of its own requests, so they add up
+    assert f'service="{engines["Service"]["metadata"]["name"]}"' in running  # each front tells those of all engines
+    assert '"vllm:num_requests_running"' in (ROOT / "deploy" / "cli" / "machines" / "engine_pages.py").read_text()
 
 
 def test_scaling_asks_for_metrics_of_the_server_and_owns_the_number_of_replicas() -> None:

@@ -47,7 +47,7 @@ def test_requests_sent_since_the_report_and_those_on_their_way_wait_as_well() ->
     assert wait_s(seen, 10.0, 2.0) > wait_s(seen, 10.0) + 0.1
 
 
-def test_requests_on_their_way_take_as_long_as_those_that_wait_not_as_a_prompt_that_was_begun() -> None:
+def test_requests_on_their_way_are_not_as_long_as_a_prompt_that_was_begun() -> None:
     seen = view(1, 0, 10.0)
     seen.note_sent(0.05, 50)
     assert wait_s(seen, 10.0, 2.0) == pytest.approx(10.05 + 2 * 0.05)

@@ -178,12 +178,13 @@ class EngineCore:
         Raises whatever prevents the start.
         """
         # a recording covers one process; the files are those of the first, so the Hub is not asked for newer ones
-        config = replace(config, record=None, offline=True)
+        config, before = replace(config, record=None, offline=True), self.ready
         try:
             async with asyncio.timeout(self._start_limit_s):
                 await self.start(config, max(self.last_step, self.last_granted) + STEPS_APART)
                 await prepare()
         except BaseException:
+            self.ready = before  # `has_come_back` asks for the process that served
             if self.client is not None:
                 self.client.kill()
                 await self.client.stop(0.0)

@@ -8,14 +8,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.pipeline import Health
 from millrace.runtime.processes.link_channels import OutboundChannel
 from millrace.runtime.simulation.run import SimEnv, run
+from millrace.stages.config import EngineConfig
 from millrace.stages.exit.outboxes import Outboxes
 from millrace.stages.fleet.core_keeper import CoreKeeper, RestartPauses
 from millrace.stages.fleet.fleet_requests import FleetRequests
+from millrace.stages.split import engine_core
 from millrace.stages.split.process_keeper import MAX_DEATHS, MAX_STARTS
 
 SICK_S, WELL_S = 0.4, 1.5  # lives: one shorter than is healthy, one longer
@@ -151,3 +154,43 @@ def test_an_engine_that_lives_is_not_given_up_however_often_its_connection_ends(
         assert not kept.given_up and len(kept.starts_s) > MAX_DEATHS + 1
 
     simulate(test)
+
+
+def test_an_engine_has_come_back_only_if_it_is_the_one_that_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        """Of the engine `instance`."""
+
+        pid, instance = 0, "a"
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            """Takes all."""
+
+        async def start(self, setup: Any, files: Any) -> Any:
+            return SimpleNamespace(instance=Client.instance, files={})
+
+        def kill(self) -> None:
+            """Does nothing."""
+
+        async def stop(self, timeout_s: float) -> None:
+            """Does nothing."""
+
+    async def prepared() -> None:
+        pass
+
+    async def fails() -> None:
+        raise OSError
+
+    async def live(env: SimEnv) -> None:
+        owner: Any = SimpleNamespace(env=env, module="", receive=None, refuse=None, core_lost=None)
+        core = engine_core.EngineCore(owner, FleetRequests(1), start_host=cast(Any, prepared))
+        await core.start(EngineConfig())
+        await core.start_again(EngineConfig(), prepared)
+        assert core.has_come_back
+        Client.instance = "b"
+        with pytest.raises(OSError):
+            await core.start_again(EngineConfig(), fails)
+        await core.start_again(EngineConfig(), prepared)
+        assert not core.has_come_back
+
+    monkeypatch.setattr(engine_core, "EngineClient", Client)
+    run(live, seed=0)

@@ -105,6 +105,13 @@ def test_no_bit_depends_on_cuts_threads_or_neighbours(name: str, dtype: DType) -
     assert np.array_equal(np.array(run.logits[0]), whole[:24])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_state_is_as_large_as_the_library_lays_it_out(dtype: DType) -> None:
+    for name in ("delta nets, odd sizes", "mamba2, odd sizes, without a norm", "short convolutions, odd sizes"):
+        model = load(name, dtype, num_threads=1)
+        assert model._library.millrace_state_bytes(model._model) == model.shape.state_bytes(dtype) > 0, name
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_without_logits_change_the_state_of_their_sequence(name: str) -> None:
     prompt, model = tokens(COUNT), load(name, "float32")

@@ -48,7 +48,7 @@ class KeptAnswers:
         self._kept: OrderedDict[tuple[str, str], KeptAnswer] = OrderedDict()  # the oldest first
         self._num_bytes = 0
         most = service.config.response_store_bytes
-        service.caches.append(lambda: CacheUse("kept answers", len(self._kept), None, self._num_bytes, most))
+        service.caches.append(lambda: CacheUse("kept_answers", len(self._kept), None, self._num_bytes, most))
 
     def __len__(self) -> int:
         return len(self._kept)

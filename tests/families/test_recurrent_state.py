@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial, partialmethod
@@ -70,6 +71,16 @@ def cached_tokens(llm: LLM, entry: Entry) -> list[int]:
 def forget_prefixes(llm: LLM) -> None:
     allocate: Any = llm.engine.pipeline.stages["allocate"]
     allocate.reset_prefix_cache()
+
+
+def wait_until_idle(llm: LLM) -> None:
+    """Until the last answer's slot is free, and the step that saves its state is over."""
+    stages: Any = llm.engine.pipeline.stages
+    scheduler, pool = stages["schedule"].scheduler, stages["allocate"].allocator.pool
+    until_s = time.monotonic() + 60
+    while scheduler.sequences or pool.num_in_use or pool.num_quarantined or scheduler.num_in_flight:
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
 
 
 def wanted(entry: Entry) -> list[list[int]]:
@@ -148,6 +159,7 @@ def test_the_next_turn_of_a_chat_goes_on_from_the_state_behind_the_last_answer(
     expected = llm.generate([prompt], params, use_tqdm=False)[0]
     forget_prefixes(llm)
     llm.generate([first.prompt], replace(params, max_tokens=num_new), use_tqdm=False)
+    wait_until_idle(llm)
     output = llm.generate([prompt], params, use_tqdm=False)[0]
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     assert output.num_cached_tokens >= len(first.prompt) + num_new - 1 > 40

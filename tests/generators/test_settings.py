@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_no_answer_depends_on_how_an_engine_is_set_or_on_what_runs_beside_it():
-    taken = settings.run(count(8, 300), first_seed())
+    taken = settings.run(count(14, 300), first_seed())
     assert set(taken) == {"swap", "recompute"}
 
 

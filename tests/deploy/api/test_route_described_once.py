@@ -167,5 +167,5 @@ def test_few_calls_lead_into_the_module_of_the_handler_before_the_first_byte() -
                     sys.setprofile(None)
 
     assert asyncio.run(first_byte()).startswith(b"data: ")
-    assert ("millrace.deploy.server.middleware", "create") in seen.values()
+    assert ("millrace.deploy.server.kept_answers", "create") in seen.values()
     assert len(seen) <= MOST_CALLS, seen

@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler, Middleware
 from ...runtime.pipeline import Health
 from ..api.service import CacheUse, Service
 from ..errors import ApiError, not_serving
-from ..http.answer_record import RECORD, AnswerRecord
+from ..http.answer_record import OVERHEAD_BYTES, RECORD, AnswerRecord
 from ..http.body_reader import read_ahead
 from ..http.request_context import OWNER
 from ..http.sse import EventStream
@@ -48,7 +48,9 @@ class KeptAnswers:
         self._kept: OrderedDict[tuple[str, str], KeptAnswer] = OrderedDict()  # the oldest first
         self._num_bytes = 0
         most = service.config.response_store_bytes
-        service.caches.append(lambda: CacheUse("kept_answers", len(self._kept), None, self._num_bytes, most))
+        service.caches.append(
+            lambda: CacheUse("kept_answers", len(self._kept), most // OVERHEAD_BYTES, self._num_bytes, most)
+        )
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -41,8 +41,10 @@ def num_speculative_tokens(config: EngineConfig, info: ModelInfo) -> int:
     """Drafts per step, at most; 0: speculation is off.
 
     "auto" turns it on for the native library on a CPU, where a few more rows cost little, since one row already reads
-    all weights.
+    all weights. With recurrent layers it is off: a rejected draft has changed their state for good.
     """
+    if info.states is not None:
+        return 0
     is_on = config.speculation == "ngram" or (config.speculation == "auto" and info.attention_backend == "native")
     return config.num_speculative_tokens if is_on else 0
 

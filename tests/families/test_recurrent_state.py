@@ -19,6 +19,7 @@ from millrace.stages import LLM, EngineConfig, SamplingParams
 from millrace.stages.backends.native.runner import NativeRunner
 from millrace.stages.backends.recurrent_settings import num_snapshots, within_state_memory
 from millrace.stages.errors import ConfigError
+from millrace.stages.schedule.speculation import num_speculative_tokens
 from tests.families.ways import BLOCK_SIZE
 from tests.families.zoo import Entry, Zoo, chosen
 
@@ -203,6 +204,12 @@ def test_a_setting_that_recurrent_layers_do_not_go_with_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(str(entry.folder), **{**SETTINGS, **settings})
+
+
+def test_no_step_has_drafts_as_a_rejected_one_would_have_changed_the_state(llm: LLM) -> None:
+    assert EngineConfig().speculation == "auto" and llm.info.states is not None
+    assert num_speculative_tokens(EngineConfig(), llm.info) == 0
+    assert num_speculative_tokens(EngineConfig(), replace(llm.info, states=None, attention_backend="native")) > 0
 
 
 def test_the_memory_table_counts_the_states_of_all_slots(llm: LLM, entry: Entry) -> None:

@@ -40,7 +40,7 @@ class KeptAnswers:
     """The answers by owner and key, while they are made and for `KEPT_S` after that.
 
     Together they have at most `response_store_bytes`: those that are over are dropped first, the oldest first, and an
-    answer that alone has more ends with an error. An error is kept for nobody: the next request tries anew.
+    answer that alone has more ends with an error. Errors are not kept: the next request tries anew.
     """
 
     def __init__(self, service: Service) -> None:

@@ -33,6 +33,19 @@ class _SentRequest(NamedTuple):
     num_rows: int
 
 
+class Standing(NamedTuple):
+    """What the scores of an engine need, and only a report or a request sent there changes."""
+
+    first_s: float  # to compute the prompts before the next one
+    before_s: float  # of a step without it
+    num_rows: int  # of that step
+    slots_short: float  # slots missing for one sequence more, by all slots
+    missing: int  # tokens of all its sequences, less those that the KV cache holds
+    running: int  # tokens of the sequences that run
+    token_budget: int  # this and the next: as reported
+    costs: StepTimeCosts
+
+
 class EngineView:
     """An engine as a router sees it: the last report, and what was sent since."""
 
@@ -49,6 +62,7 @@ class EngineView:
         self.tokens_since = 0
         self.rows_since = 0
         self._since: deque[_SentRequest] = deque()
+        self._standing: Standing | None = None  # None: not known since the last change
 
     def note_sent(self, prompt_s: float, num_tokens: int, num_rows: int = 1) -> None:
         """A request was sent to the engine: seconds to compute its prompt, its tokens and its choices."""
@@ -58,13 +72,32 @@ class EngineView:
 
     def note_load(self, load: EngineLoad) -> None:
         """The engine has reported."""
-        self.load = load
+        self.load, self._standing = load, None
         while self._since and self._since[0].number <= load.seen:
             self._count(self._since.popleft(), -1)
         if not self._since:
             self.prompt_s_since = 0.0  # the sum of what was rounded
 
+    def standing(self) -> Standing | None:
+        """What its scores need; None: it has not reported."""
+        if self._standing is None and (load := self.load) is not None:
+            num_there = load.num_rows + load.num_waiting + self.rows_since
+            num_rows = min(load.max_rows, num_there)
+            context = load.context_tokens + load.waiting_tokens + self.tokens_since
+            self._standing = Standing(
+                load.prompt_s + self.prompt_s_since,
+                load.costs.decoding_s(num_rows, context),
+                num_rows,
+                max(0, num_there + 1 - load.max_rows) / load.max_rows,
+                context - load.capacity_tokens,
+                load.context_tokens,
+                load.token_budget,
+                load.costs,
+            )
+        return self._standing
+
     def _count(self, sent: _SentRequest, sign: int) -> None:
+        self._standing = None
         self.prompt_s_since += sign * sent.prompt_s
         self.tokens_since += sign * sent.num_tokens
         self.rows_since += sign * sent.num_rows

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from .engine_load import EngineView
-from .score import RequestFacts, score_s
+from .score import RequestFacts, scores_s
 
 ANSWER_TOKENS = 256  # counted as the work of an answer, whose length is unknown, unless its request allows less
 DECODE_COST = 4  # of one of them, in tokens of a prompt: a prompt's are computed many at once
@@ -36,7 +36,7 @@ class SoonestAnswer:
     scores: Mapping[int, float] = MappingProxyType({})
 
     def choose(self, facts: RequestFacts, views: Sequence[EngineView], cached: Mapping[int, int]) -> int:
-        self.scores = scores = {view.engine: score_s(view, facts, cached.get(view.engine, 0)) for view in views}
+        self.scores = scores = scores_s(views, facts, cached)
         best_s = min(scores.values())
         if facts.sticky_key:
             home = max(views, key=lambda view: _weight(facts.sticky_key, view)).engine

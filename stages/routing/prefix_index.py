@@ -73,16 +73,18 @@ class PrefixIndex:
 
     def runs(self, keys: Sequence[bytes], engines: Iterable[int], now_s: float) -> dict[int, int]:
         """For each of the engines, how many of the first blocks it has, or is expected to have."""
-        runs: dict[int, int] = {}
+        runs = dict.fromkeys(engines, 0)
         alive = 0
-        for engine in engines:
+        for engine in runs if keys else ():
             alive |= 1 << engine
         for place, key in enumerate(keys):
             mask, (expected, until_s) = self._holders.get(key, 0), self._expected.get(key, _NEVER)
             if until_s > now_s:
                 mask |= expected
             if gone := alive & ~mask:
-                runs.update(dict.fromkeys(_bits(gone), place))
+                while gone and place:
+                    runs[(lowest := gone & -gone).bit_length() - 1] = place
+                    gone ^= lowest
                 alive &= mask
                 if not alive:
                     break

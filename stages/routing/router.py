@@ -53,14 +53,14 @@ class Router:
 
     def choose(self, request: RoutedRequest, engines: Iterable[int], now_s: float) -> int:
         """One of the engines, at least one. Call `note_sent` when the request is sent there."""
-        views = [self.view(engine) for engine in engines]
+        views = [self.views.get(engine) or self.view(engine) for engine in engines]
         self.last_scores, self.last_cached = {}, {}
         if len(views) == 1:
             return views[0].engine
         facts = RequestFacts(request.num_prompt, self._expected(request), request.num_choices, request.sticky_key)
-        if any(view.load is None for view in views):
+        if None in [view.load for view in views]:
             return self._unheard.choose(facts, views, {})
-        runs = self._index.runs(request.keys, (view.engine for view in views), now_s)
+        runs = self._index.runs(request.keys, [view.engine for view in views], now_s)
         cached = {engine: run * self._block_size for engine, run in runs.items()}
         chosen = self._policy.choose(facts, views, cached)
         self.last_scores, self.last_cached = self._policy.scores, cached

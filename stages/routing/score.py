@@ -10,10 +10,11 @@ All engines are asked the same, so what is left out of all of them, such as the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..schedule.step_timing.step_time_model import StepTimeCosts
-from .engine_load import EngineLoad, EngineView
+from .engine_load import EngineView
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,41 +29,41 @@ class RequestFacts:
 
 def prompt_s(costs: StepTimeCosts, num_tokens: int, num_cached: int, token_budget: int) -> float:
     """Seconds to compute a prompt of which `num_cached` tokens are in the cache."""
+    return costs.prompt_s(*_left(num_tokens, num_cached), token_budget)
+
+
+def _left(num_tokens: int, num_cached: int) -> tuple[int, float]:
+    """(tokens, pairs of a token and one at or before it) to compute of a prompt."""
     num_left = max(1, num_tokens - num_cached)
-    num_pairs = num_left * (num_tokens - num_left + (num_left + 1) / 2)
-    return costs.prompt_s(num_left, num_pairs, token_budget)
+    return num_left, num_left * (num_tokens - num_left + (num_left + 1) / 2)
 
 
-def score_s(view: EngineView, facts: RequestFacts, num_cached: int) -> float:
-    """The score of an engine that has the first `num_cached` tokens of the prompt. The least is the best.
+def scores_s(views: Iterable[EngineView], facts: RequestFacts, cached: Mapping[int, int]) -> dict[int, float]:
+    """The score of each engine, of which `cached` has the tokens of the prompt that it has. The least is the best.
 
-    Of an engine that has not reported, only the prompts sent to it are known.
+    Of an engine that has not reported, only the prompts sent to it are known. Takes about 0.7 us an engine.
     """
-    load = view.load
-    if load is None:
-        return view.prompt_s_since + view.rows_since
-    costs, num_tokens = load.costs, facts.num_prompt + facts.num_answer * facts.num_choices
-    first_s = load.prompt_s + view.prompt_s_since
-    first_s += prompt_s(costs, facts.num_prompt, num_cached, load.token_budget)
-    num_rows = min(load.max_rows, load.num_rows + load.num_waiting + view.rows_since)
-    context = load.context_tokens + load.waiting_tokens + view.tokens_since
-    before_s = costs.decoding_s(num_rows, context)
-    after_s = costs.decoding_s(num_rows + facts.num_choices, int(context + facts.num_prompt))
-    harm_s = facts.num_answer * (after_s - before_s) * num_rows
-    room_s = _room_s(load, context + num_tokens - num_cached, facts.num_answer, before_s)
-    slot_s = _slot_s(load, view, facts.num_answer, before_s)
-    return first_s + facts.num_answer * after_s + harm_s + max(room_s, slot_s)
-
-
-def _room_s(load: EngineLoad, num_needed: float, num_answer: float, step_s: float) -> float:
-    """Seconds until sequences that end have freed what is missing: as many as run end in the time of an answer."""
-    num_missing = num_needed - load.capacity_tokens
-    if num_missing <= 0 or not load.context_tokens:
-        return 0.0
-    return num_missing / load.context_tokens * num_answer * step_s
-
-
-def _slot_s(load: EngineLoad, view: EngineView, num_answer: float, step_s: float) -> float:
-    """Seconds until a slot is free, likewise."""
-    num_missing = load.num_rows + load.num_waiting + view.rows_since + 1 - load.max_rows
-    return 0.0 if num_missing <= 0 else num_missing / load.max_rows * num_answer * step_s
+    num_prompt, num_answer, num_choices = facts.num_prompt, facts.num_answer, facts.num_choices
+    num_tokens = num_prompt + num_answer * num_choices
+    num_left, num_pairs, last_cached = *_left(num_prompt, 0), 0
+    scores: dict[int, float] = {}
+    for view in views:
+        standing = view.standing()
+        if standing is None:
+            scores[view.engine] = view.prompt_s_since + view.rows_since
+            continue
+        first_s, before_s, num_rows, slots_short, missing, running, token_budget, costs = standing
+        num_cached = cached.get(view.engine, 0)
+        if num_cached != last_cached:
+            num_left, num_pairs = _left(num_prompt, num_cached)
+            last_cached = num_cached
+        more_s = costs.decode_row_s * num_choices + costs.decode_context_s * num_prompt
+        room = slots_short  # time until there is room, in answers: as many as run end in the time of one
+        if running and (num_missing := missing + num_tokens - num_cached) > 0:
+            room = max(room, num_missing / running)
+        scores[view.engine] = (
+            first_s
+            + costs.prompt_s(num_left, num_pairs, token_budget)
+            + num_answer * (before_s + more_s + more_s * num_rows + before_s * room)
+        )
+    return scores

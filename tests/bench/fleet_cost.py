@@ -4,7 +4,8 @@
 
 Told are microseconds of processor time a request for dispatch, with 256 requests in flight, and a step of 256 rows for
 merge: of the stage's own work, and added by the stage with its runner and channel, over the same loop without it.
-Medians over the rounds. No engine process is needed.
+`choose_us` is the choice by score alone, among engines that report, and `choose_by_keys_us` that for a prompt of 64
+blocks of which a third of the engines have the first ones. Medians over the rounds. No engine process is needed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import time
 from pathlib import Path
@@ -29,6 +31,10 @@ from millrace.stages.fleet.merged_channel import MergedChannel
 from millrace.stages.fleet.stage import Dispatch, Merge
 from millrace.stages.messages import StepTokens, TokenRequest
 from millrace.stages.params import SamplingParams
+from millrace.stages.routing.engine_load import EngineLoad
+from millrace.stages.routing.policies import SoonestAnswer
+from millrace.stages.routing.router import RoutedRequest, Router
+from millrace.stages.schedule.step_timing.step_time_model import StepTimeCosts
 
 NUM_IN_FLIGHT, NUM_ROWS, NUM_STEPS = 256, 256, 2_000
 PARAMS = SamplingParams(max_tokens=128, seed=1)
@@ -85,6 +91,26 @@ def dispatch_us(num_engines: int) -> float:
         cores.place(request)
         took_s += time.process_time() - began_s
     return 1e6 * took_s / NUM_STEPS
+
+
+def choose_us(num_engines: int, num_keys: int = 0) -> float:
+    """A choice among engines that report, for a prompt of `num_keys` blocks."""
+    router, draw = Router(SoonestAnswer(), 16), random.Random(0)
+    keys = [number.to_bytes(16, "little") for number in range(num_keys)]
+    costs = StepTimeCosts(0.01, 1e-4, 1e-9, 1e-4, 1e-8)
+    for engine in range(num_engines):
+        running, context = draw.randrange(64), draw.randrange(90_000)
+        router.note_load(engine, EngineLoad(0, draw.random(), running, 0, context, 0, 100_000, 64, 2048, costs))
+        if engine % 3 == 0:
+            router.note_keys(engine, keys[: draw.randrange(num_keys + 1)], ())
+    took_s = 0.0
+    for _ in range(NUM_STEPS // 4):
+        request = RoutedRequest(1000, keys)
+        began_s = time.process_time()
+        engine = router.choose(request, range(num_engines), 0.0)
+        took_s += time.process_time() - began_s
+        router.note_sent(engine, request, 0.0)
+    return 1e6 * took_s / (NUM_STEPS // 4)
 
 
 async def dispatched_us(num_engines: int) -> float:
@@ -163,12 +189,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, help="write the figures here, as JSON")
     options = parser.parse_args()
-    found: dict[str, list[float]] = {name: [] for name in ("dispatch", "dispatched", "merge", "merged")}
+    names = ("dispatch", "dispatched", "merge", "merged", "choose", "choose_by_keys")
+    found: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(options.rounds):
         found["dispatch"].append(dispatch_us(options.engines))
         found["dispatched"].append(asyncio.run(dispatched_us(options.engines)))
         found["merge"].append(merge_us(options.engines))
         found["merged"].append(asyncio.run(merged_us(options.engines)))
+        found["choose"].append(choose_us(options.engines))
+        found["choose_by_keys"].append(choose_us(options.engines, 64))
     figures = {f"{name}_us": round(statistics.median(values), 2) for name, values in found.items()}
     print(json.dumps(figures))
     if options.output is not None:

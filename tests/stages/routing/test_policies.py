@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from millrace.stages.routing.engine_load import EngineLoad, EngineView
 from millrace.stages.routing.policies import POLICIES, LeastWork, PrefixOnly, RoundRobin, SoonestAnswer
 from millrace.stages.routing.router import RoutedRequest, Router
-from millrace.stages.routing.score import RequestFacts, prompt_s, score_s
+from millrace.stages.routing.score import RequestFacts, prompt_s, scores_s
 from millrace.stages.schedule.step_timing.step_time_model import StepTimeCosts
 
 COSTS = StepTimeCosts(0.01, 1e-4, 1e-9, 1e-4, 1e-8)
@@ -64,14 +65,14 @@ def test_each_kind_of_load_sends_a_request_to_the_other_engine(busier: dict[str,
 
 def test_what_was_sent_since_the_report_counts_until_a_report_has_seen_it():
     view = views({})[0]
-    alone_s = score_s(view, ASKED, 0)
+    alone_s = scores_s([view], ASKED, {})[0]
     view.note_sent(0.5, 4000)
     view.note_sent(0.25, 10)
-    assert score_s(view, ASKED, 0) > alone_s + 0.7
+    assert scores_s([view], ASKED, {})[0] > alone_s + 0.7
     view.note_load(EngineLoad(**{**IDLE, "seen": 1}))
     assert view.prompt_s_since == 0.25 and view.tokens_since == 10 and view.rows_since == 1
     view.note_load(EngineLoad(**{**IDLE, "seen": 2}))
-    assert score_s(view, ASKED, 0) == alone_s
+    assert scores_s([view], ASKED, {})[0] == alone_s
 
 
 def test_an_engine_that_has_not_reported_is_judged_by_what_was_sent_to_it():
@@ -120,3 +121,32 @@ def test_routers_that_number_engines_otherwise_send_a_sticky_key_to_the_same_one
         asked = [RoutedRequest(100, sticky_key=key) for key in keys]
         homes.append([order[router.choose(one, range(len(order)), 0.0)] for one in asked])
     assert homes[0] == homes[1] == homes[2] and len(set(homes[0])) > 2
+
+
+def test_a_score_is_the_sum_that_its_module_tells_of_any_engine():
+    rng = random.Random(62)
+    for _ in range(300):
+        running = rng.choice([0, rng.randrange(99_000)])
+        load = {"prompt_s": rng.random(), "num_rows": rng.randrange(65), "num_waiting": rng.choice([0, 30])}
+        view = views({**load, "context_tokens": running, "waiting_tokens": rng.randrange(9000)})[0]
+        for _ in range(rng.randrange(3)):
+            view.note_sent(rng.random(), rng.randrange(500), rng.randrange(1, 3))
+        facts = RequestFacts(rng.randrange(1, 9000), rng.uniform(1, 900), rng.randrange(1, 4))
+        cached = rng.choice([0, rng.randrange(9000)])
+        assert scores_s([view], facts, {0: cached})[0] == pytest.approx(plain_score_s(view, facts, cached), rel=1e-9)
+
+
+def plain_score_s(view: EngineView, facts: RequestFacts, num_cached: int) -> float:
+    load = view.load
+    assert load is not None
+    num_there = load.num_rows + load.num_waiting + view.rows_since
+    rows = min(load.max_rows, num_there)
+    context = load.context_tokens + load.waiting_tokens + view.tokens_since
+    before_s = COSTS.decoding_s(rows, context)
+    after_s = COSTS.decoding_s(rows + facts.num_choices, context + facts.num_prompt)
+    first_s = load.prompt_s + view.prompt_s_since + prompt_s(COSTS, facts.num_prompt, num_cached, load.token_budget)
+    missing = context + facts.num_prompt + facts.num_answer * facts.num_choices - num_cached - load.capacity_tokens
+    room = missing / load.context_tokens if missing > 0 and load.context_tokens else 0.0
+    slots = max(0, num_there + 1 - load.max_rows) / load.max_rows
+    answer_s, harm_s = facts.num_answer * after_s, facts.num_answer * (after_s - before_s) * rows
+    return first_s + answer_s + harm_s + max(room, slots) * facts.num_answer * before_s

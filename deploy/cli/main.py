@@ -215,6 +215,12 @@ def _add_fleet(command: ArgumentParser) -> Any:
     fleet = command.add_argument_group("fleet")
     text = "file of the secret that all engines and fronts of a fleet share, 32 bytes or more"
     fleet.add_argument("--fleet-key-file", type=Path, metavar="FILE", help=text)
+    text = "encrypt links: this process's certificate in PEM; it and the next two files are read again once replaced"
+    fleet.add_argument("--fleet-tls-cert", type=Path, metavar="FILE", help=text)
+    text = "the private key of that certificate, without a password"
+    fleet.add_argument("--fleet-tls-key", type=Path, metavar="FILE", help=text)
+    text = "the authorities of all certificates of the fleet; both ends of a link check those of the other"
+    fleet.add_argument("--fleet-tls-ca", type=Path, metavar="FILE", help=text)
     return fleet
 
 

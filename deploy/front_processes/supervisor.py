@@ -54,6 +54,7 @@ class ServerPlan:
     sources: Mapping[str, str]
     engines: Sequence[str] = ()  # addresses of engines elsewhere
     fleet_key_file: str | None = None
+    fleet_tls: Sequence[str] = ()  # certificate, key and authorities; (): links are not encrypted
 
 
 class Supervisor:
@@ -194,6 +195,7 @@ class Supervisor:
             sources=dict(self.plan.sources),
             engines=tuple(engines),
             fleet_key_file=self.plan.fleet_key_file,
+            fleet_tls=self.plan.fleet_tls,
             prefix_key=None if self.plan.engines else self._prefix_key,
             created=self._created,
             is_successor=self.fronts[number].was_ready,

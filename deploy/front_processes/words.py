@@ -31,6 +31,7 @@ class FrontSetup:
     sources: Mapping[str, str]  # setting -> where its value came from
     engines: Sequence[str]  # their addresses, as of `--engine`
     fleet_key_file: str | None
+    fleet_tls: Sequence[str]  # paths of certificate, key and authorities; (): links are not encrypted
     prefix_key: bytes | None  # what the engines name their blocks by; None: as the fleet's key says
     created: int  # Unix time of the server's start, the same in all fronts
     is_successor: bool  # of a front that has ended: it listens once it is ready, as others take the connections

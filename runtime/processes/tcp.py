@@ -1,4 +1,7 @@
-"""Links over TCP: dialing and listening, with proof of the fleet's key before the first frame."""
+"""Links over TCP: dialing and listening, with proof of the fleet's key before the first frame.
+
+With TLS the proof is within it: certificates are shown first, and the key is proven to an end that has a valid one.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,15 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ..env.log import get_logger
 from .auth import AuthError, FleetKey, Handshake, Role
+from .tls import FleetTls, TlsError
+from .tls_transport import ALERT_RECORD, HANDSHAKE_RECORD, TlsStream
 from .transport import SocketTransport
 
-HANDSHAKE_S = 5.0  # for the whole proof
+HANDSHAKE_S = 5.0  # for the whole proof, and TLS before it
 MAX_PENDING = 32  # connections that have not proven the key; one more ends an older one
 LOG_PAUSE_S = 10.0  # between two log lines about refused connections of one address
 MAX_ADDRESSES = 256  # of refused connections, remembered for the log
@@ -24,12 +29,20 @@ ACCEPT_PAUSE_S = 1.0  # after an error, such as too many open files
 log = get_logger("millrace.runtime")
 
 
-async def dial(host: str, port: int, key: FleetKey | None, timeout_s: float = HANDSHAKE_S) -> SocketTransport:
-    """Connects to a `TcpListener` that has the same key.
+async def dial(
+    host: str,
+    port: int,
+    key: FleetKey | None,
+    timeout_s: float = HANDSHAKE_S,
+    *,
+    tls: FleetTls | None = None,
+    server_name: str | None = None,
+) -> SocketTransport:
+    """Connects to a `TcpListener` that has the same key. With `tls`, its certificate must be for `server_name`.
 
     The addresses of a name are tried in turn, each for its share of the time that is left. Raises `AuthError` if the
-    other end does not have the key, and the OSError of the last address; TimeoutError after `timeout_s` for connection
-    and proof together.
+    other end does not have the key, `TlsError` if one end refuses the certificate of the other, and the OSError of the
+    last address; TimeoutError after `timeout_s` for connection and proof together. `server_name`: None is `host`.
     """
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s
@@ -39,26 +52,78 @@ async def dial(host: str, port: int, key: FleetKey | None, timeout_s: float = HA
     for place, (family, kind, protocol, _, address) in enumerate(found):
         try:
             async with asyncio.timeout((end_s - loop.time()) / (len(found) - place)):
-                return await _connect(socket.socket(family, kind, protocol), address, key)
+                sock = socket.socket(family, kind, protocol)
+                return await _connect(sock, address, key, tls, server_name or host)
         except OSError as failed:  # also a timeout
             error = failed
     raise error
 
 
-async def _connect(sock: socket.socket, address: Any, key: FleetKey | None) -> SocketTransport:
+async def _connect(
+    sock: socket.socket, address: Any, key: FleetKey | None, tls: FleetTls | None, server_name: str
+) -> SocketTransport:
     try:
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, address)
-        if key is not None:
-            await _prove(sock, key, "dialer")
-        return SocketTransport(sock)
+        return await _met(sock, key, tls, "dialer", server_name)
     except BaseException:
         sock.close()
         raise
 
 
+async def _met(
+    sock: socket.socket, key: FleetKey | None, tls: FleetTls | None, role: Role, server_name: str | None = None
+) -> SocketTransport:
+    """The transport of a connection whose other end has shown a certificate and the key, as far as there are any."""
+    stream: _Stream = _PlainStream(sock)
+    if tls is not None:
+        stream = TlsStream(sock, tls, server_name)
+        await stream.shake_hands()
+    if key is not None:
+        await _prove(stream, key, role)
+    return stream.transport()
+
+
+class _Stream(Protocol):
+    """A connection before its link."""
+
+    async def recv(self, num_bytes: int) -> bytes:
+        """Up to so many bytes, as soon as there are some; b"" at the end."""
+
+    async def sendall(self, data: bytes) -> None:
+        """Sends it all."""
+
+    def transport(self) -> SocketTransport:
+        """The connection for a link."""
+
+
+class _PlainStream:
+    """A socket as it is; see `_Stream`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._first = b""  # bytes that came
+
+    async def recv(self, num_bytes: int) -> bytes:
+        data = await asyncio.get_running_loop().sock_recv(self._sock, num_bytes)
+        if len(self._first) < 2:
+            self._first += data[:2]
+        return data
+
+    async def sendall(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._sock, data)
+
+    def transport(self) -> SocketTransport:
+        return SocketTransport(self._sock)
+
+    @property
+    def meets_tls(self) -> bool:
+        """What came first begins as TLS does: by chance, that is so for one nonce in 30,000."""
+        return self._first[:2] in (HANDSHAKE_RECORD, ALERT_RECORD)
+
+
 class TcpListener:
-    """Accepts connections, and calls `on_connect` with each whose other end has the key.
+    """Accepts connections, and calls `on_connect` with each whose other end has the key, and a certificate with `tls`.
 
     Beyond loopback a key is needed. `address` is set by `start`; port 0 takes a free one.
     """
@@ -70,6 +135,7 @@ class TcpListener:
         key: FleetKey | None,
         on_connect: Callable[[SocketTransport], None],
         handshake_s: float = HANDSHAKE_S,
+        tls: FleetTls | None = None,
     ) -> None:
         if key is None and not _is_loopback(host):
             raise ValueError(f"listening on {host}, beyond this machine, needs a fleet key")
@@ -77,6 +143,7 @@ class TcpListener:
         self._key = key
         self._on_connect = on_connect
         self._handshake_s = handshake_s
+        self._tls = tls
         self._sock: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._pending: dict[asyncio.Task[None], str] = {}  # to the peer's address, in order of arrival
@@ -146,9 +213,7 @@ class TcpListener:
     async def _take(self, sock: socket.socket, peer: str) -> None:
         try:
             async with asyncio.timeout(self._handshake_s):
-                if self._key is not None:
-                    await _prove(sock, self._key, "listener")
-            transport = SocketTransport(sock)
+                transport = await _met(sock, self._key, self._tls, "listener")
         except (AuthError, OSError) as error:  # also a timeout
             sock.close()
             is_late = isinstance(error, TimeoutError)
@@ -180,17 +245,21 @@ class RefusalLog:
             del self._addresses[next(iter(self._addresses))]
 
 
-async def _prove(sock: socket.socket, key: FleetKey, role: Role) -> None:
+async def _prove(stream: _Stream, key: FleetKey, role: Role) -> None:
     """Runs one end's part of the handshake. Raises `AuthError`, and OSError."""
-    loop = asyncio.get_running_loop()
     handshake = Handshake(key.derive("link"), role)
-    await loop.sock_sendall(sock, handshake.nonce)
-    while not handshake.is_done:
-        data = await loop.sock_recv(sock, handshake.num_wanted)
-        if not data:
-            raise AuthError("the other end closed the connection before it proved the key")
-        if answer := handshake.feed(data):
-            await loop.sock_sendall(sock, answer)
+    try:
+        await stream.sendall(handshake.nonce)
+        while not handshake.is_done:
+            data = await stream.recv(handshake.num_wanted)
+            if not data:
+                raise AuthError("the other end closed the connection before it proved the key")
+            if answer := handshake.feed(data):
+                await stream.sendall(answer)
+    except (AuthError, ConnectionError):
+        if isinstance(stream, _PlainStream) and stream.meets_tls:
+            raise TlsError("it speaks TLS and this end does not; start both with the files of TLS, or none") from None
+        raise
 
 
 def _is_loopback(host: str) -> bool:

@@ -12,6 +12,7 @@ from ...runtime.processes.frames import LinkError
 from ...runtime.processes.link import Link
 from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
 from ...runtime.processes.tcp import dial
+from ...runtime.processes.tls import FleetTls, TlsError
 from ...runtime.processes.transport import SocketTransport
 from ..config import EngineConfig
 from ..errors import ConfigError
@@ -45,12 +46,20 @@ class EnginePeer(Protocol):
 class TcpPeer:
     """An engine at an address; see `EnginePeer`."""
 
-    def __init__(self, address: Address, key: FleetKey | None) -> None:
+    def __init__(
+        self,
+        address: Address,
+        key: FleetKey | None,
+        tls: FleetTls | None = None,
+        certified_name: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """`certified_name`: what its certificate must be for; None: the host of its address."""
         self._address, self._key = address, key
+        self._tls, self._certified_name = tls, certified_name
         self.name = name_of(address)
 
     async def connect(self) -> SocketTransport:
-        return await dial(*self._address, self._key)
+        return await dial(*self._address, self._key, tls=self._tls, server_name=self._certified_name())
 
     def note_stuck(self) -> None:
         """Does nothing: its own machine is to replace it."""
@@ -81,6 +90,8 @@ async def look_at(peer: EnginePeer, link_timeout_s: float | None = LINK_TIMEOUT_
     """What an engine is, once it can be reached. Raises `ConfigError` for another key or version."""
 
     def refuse(error: Exception) -> None:
+        if isinstance(error, TlsError):
+            raise ConfigError(f"engine {peer.name}: {error} (--fleet-tls-cert, --fleet-tls-key, --fleet-tls-ca)")
         if isinstance(error, AuthError):
             raise ConfigError(f"engine {peer.name}: {error}; give both the same --fleet-key-file")
 

@@ -55,15 +55,27 @@ class DnsName:
 
     def __init__(self, text: str, name: str, port: int, period_s: float = DNS_PERIOD_S) -> None:
         self.text, self.period_s = text, period_s
-        self._name, self._port = name, port
+        self.name, self._port = name, port
+        self._found: Sequence[Address] = ()
+
+    def has_named(self, address: Address) -> bool:
+        """Whether the address is one of those of the last look."""
+        return address in self._found
 
     async def look(self) -> Sequence[Address]:
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+            found = await loop.getaddrinfo(self.name, self._port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise SourceError(error.strerror or str(error)) from None
-        return sorted({(str(address[0]), self._port) for *_, address in found})
+        self._found = sorted({(str(address[0]), self._port) for *_, address in found})
+        return self._found
+
+
+def certified_name(sources: Sequence[EngineSource], address: Address) -> str:
+    """The name in the certificate of an engine: the one in DNS that led to its address, else the address's host."""
+    names = (source.name for source in sources if isinstance(source, DnsName) and source.has_named(address))
+    return next(names, address[0])
 
 
 class AddressFile:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
@@ -25,14 +26,14 @@ from ....runtime.startup.load_progress import LoadProgress, LoadState
 from ....runtime.workers.thread_start import ThreadNotStarted
 from ....stages.errors import ConfigError
 from ....stages.machines.engine_peers import EnginePeer, TcpPeer
-from ....stages.machines.engine_sources import Address, EngineSource, FixedAddress
+from ....stages.machines.engine_sources import Address, EngineSource, FixedAddress, certified_name
 from ....stages.machines.membership import Members
 from ...front_processes.front_member import FrontMember
 from ...front_processes.sockets import UNIX
 from ...front_processes.unix_peer import UnixPeer
 from ...front_processes.words import EngineStuck, FrontReady, FrontSetup, StartFailed
 from ...http.listening import ListeningSockets
-from ..machines.addresses import parse_source, prefix_key, read_key
+from ..machines.addresses import parse_source, prefix_key, read_key, read_tls, tls_files
 from ..machines.route import RoutedEngine
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ def _follow_loading(member: FrontMember, server: Server) -> None:
 
 def _router(member: FrontMember, setup: FrontSetup) -> RoutedEngine:
     key = read_key(None if setup.fleet_key_file is None else Path(setup.fleet_key_file))
+    tls = read_tls(tls_files(*map(Path, setup.fleet_tls)) if setup.fleet_tls else None, "dialer")
+    sources = [_source(index, text) for index, text in enumerate(setup.engines)]
 
     def note_stuck(index: int) -> None:
         if not member.link.stopping.is_set():
@@ -129,10 +132,11 @@ def _router(member: FrontMember, setup: FrontSetup) -> RoutedEngine:
 
     def make_peer(address: Address) -> EnginePeer:
         path, index = address
-        return UnixPeer(path, index, note_stuck) if path.startswith("/") else TcpPeer(address, key)
+        if path.startswith("/"):
+            return UnixPeer(path, index, note_stuck)
+        return TcpPeer(address, key, tls, partial(certified_name, sources, address))
 
     prefix = prefix_key(key) if setup.prefix_key is None else setup.prefix_key
-    sources = [_source(index, text) for index, text in enumerate(setup.engines)]
     return RoutedEngine(setup.engine_config, Members(sources, make_peer), prefix)
 
 

@@ -16,7 +16,7 @@ from ...config import ServerConfig
 from ...front_processes.check import check
 from ...front_processes.supervisor import ServerPlan, Supervisor
 from .. import standard_streams
-from ..machines.addresses import parse_source, read_key
+from ..machines.addresses import parse_source, read_key, read_tls, tls_files
 from ..serve import STOP_S, StopSignals, check_limits, log_notes
 
 FRONT, CORE = "millrace.deploy.cli.fronts.front_process", "millrace.deploy.cli.fronts.core_process"
@@ -35,6 +35,8 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     for text in engines:
         parse_source(text)
     read_key(key_file)
+    tls = tls_files(*(getattr(options, f"fleet_tls_{one}", None) for one in ("cert", "key", "ca")))
+    read_tls(tls, "dialer")
     plan = ServerPlan(
         front_module=FRONT,
         core_module=CORE,
@@ -43,6 +45,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
         sources=options.sources,
         engines=engines,
         fleet_key_file=None if key_file is None else str(key_file),
+        fleet_tls=() if tls is None else tuple(map(str, (tls.cert, tls.key, tls.ca))),
     )
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_supervise(plan))

@@ -1,11 +1,12 @@
-"""The addresses of engines, and the key of a fleet, as flags name them."""
+"""The addresses of engines, and the key and certificates of a fleet, as flags name them."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
 
-from ....runtime.processes.auth import FleetKey
+from ....runtime.processes.auth import FleetKey, Role
+from ....runtime.processes.tls import CertificateError, FleetTls, TlsFiles
 from ....stages.errors import ConfigError
 from ....stages.machines.engine_sources import AddressFile, DnsName, EngineSource, FixedAddress
 
@@ -46,6 +47,25 @@ def read_key(path: Path | None) -> FleetKey | None:
         raise ConfigError(f"--fleet-key-file {error}") from None
     except OSError as error:
         raise ConfigError(f"--fleet-key-file {path}: {error.strerror or error}") from None
+
+
+def tls_files(cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:
+    """The files of TLS; None without any. Raises `ConfigError` if one is missing beside others."""
+    if cert is not None and key is not None and ca is not None:
+        return TlsFiles(cert, key, ca)
+    given = {"--fleet-tls-cert": cert, "--fleet-tls-key": key, "--fleet-tls-ca": ca}
+    missing = [flag for flag, path in given.items() if path is None]
+    if len(missing) == len(given):
+        return None
+    raise ConfigError(f"{' and '.join(missing)}: must be set too; both ends of a link show a certificate and check one")
+
+
+def read_tls(files: TlsFiles | None, role: Role) -> FleetTls | None:
+    """What these files say; None without them. Raises `ConfigError`."""
+    try:
+        return None if files is None else FleetTls(files, role)
+    except CertificateError as error:
+        raise ConfigError(f"--fleet-tls-{error.file} {error}") from None
 
 
 def prefix_key(key: FleetKey | None) -> bytes | None:

@@ -16,6 +16,7 @@ from ....runtime.env.loops import loop_factory
 from ....runtime.env.service_manager import ServiceManager
 from ....runtime.processes.auth import FleetKey
 from ....runtime.processes.tcp import TcpListener
+from ....runtime.processes.tls import FleetTls
 from ....stages.config import EngineConfig
 from ....stages.engine.warm_up import warm_up
 from ....stages.errors import ConfigError
@@ -24,7 +25,7 @@ from ....stages.machines.route_engine import warm_up_own
 from ...config import ServerConfig
 from .. import standard_streams
 from ..serve import STOP_S, StopSignals
-from .addresses import parse_address, prefix_key, read_key
+from .addresses import parse_address, prefix_key, read_key, read_tls, tls_files
 from .engine_pages import EnginePages
 
 ASKED: Mapping[str, DrainBy] = {"finish": "finish", "migrate": "migrate"}
@@ -36,9 +37,10 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     """Runs the command. 0 after a stop by signal, even if requests were cut short; 1 if the step loop died."""
     configure(server_config.log_format, server_config.log_level)
     address, key = parse_address("--listen", options.listen), read_key(options.fleet_key_file)
+    tls = read_tls(tls_files(options.fleet_tls_cert, options.fleet_tls_key, options.fleet_tls_ca), "listener")
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         code, is_device_lost = runner.run(
-            _live(engine_config, server_config, address, key, options.metrics_port, options.drain_by)
+            _live(engine_config, server_config, address, key, tls, options.metrics_port, options.drain_by)
         )
     if is_device_lost:
         os._exit(code)  # at once: the driver's own end may wait for the device
@@ -50,13 +52,14 @@ async def _live(
     server_config: ServerConfig,
     address: tuple[str, int],
     key: FleetKey | None,
+    tls: FleetTls | None,
     metrics_port: int | None,
     drain_by: DrainBy,
 ) -> tuple[int, bool]:
     manager = ServiceManager.take(os.environ)
     env = LiveEnv(config.seed)
     engine = EngineServer(config, env, prefix_key=prefix_key(key))
-    listener = _listener(address, key, engine)
+    listener = _listener(address, key, tls, engine)
     config.check_files()
     await _check_free(listener)
     stop = StopSignals(server_config.shutdown_timeout_s + STOP_S)
@@ -114,9 +117,11 @@ async def _run(
     return 0
 
 
-def _listener(address: tuple[str, int], key: FleetKey | None, engine: EngineServer) -> TcpListener:
+def _listener(
+    address: tuple[str, int], key: FleetKey | None, tls: FleetTls | None, engine: EngineServer
+) -> TcpListener:
     try:
-        return TcpListener(*address, key, engine.take)
+        return TcpListener(*address, key, engine.take, tls=tls)
     except ValueError as error:
         raise ConfigError(f"--listen {_text(address)}: {error}; make one and set --fleet-key-file") from None
 

@@ -12,12 +12,13 @@ from ....stages.engine.engine import Engine
 from ....stages.errors import ConfigError
 from ....stages.machines.connected_hosts import look_at_first
 from ....stages.machines.engine_peers import TcpPeer
+from ....stages.machines.engine_sources import certified_name
 from ....stages.machines.membership import Members
 from ....stages.machines.route_engine import RouteEngine, front_config
 from ....stages.split.process_client import EngineDied
 from ...config import ServerConfig
 from ..serve import run_with
-from .addresses import parse_source, prefix_key, read_key
+from .addresses import parse_source, prefix_key, read_key, read_tls, tls_files
 
 log = get_logger("millrace.deploy")
 
@@ -25,10 +26,11 @@ log = get_logger("millrace.deploy")
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Runs the command. 0 after a stop by signal, even if requests were cut short."""
     key = read_key(options.fleet_key_file)
+    tls = read_tls(tls_files(options.fleet_tls_cert, options.fleet_tls_key, options.fleet_tls_ca), "dialer")
     sources = [parse_source(text) for text in options.engine]
     if server_config.mode != "auto":
         raise ConfigError(f"mode = {server_config.mode}: the engines of a front are processes elsewhere; leave it out")
-    members = Members(sources, lambda address: TcpPeer(address, key))
+    members = Members(sources, lambda address: TcpPeer(address, key, tls, partial(certified_name, sources, address)))
     make_engine = partial(RoutedEngine, members=members, prefix_key=prefix_key(key))
     return run_with(options, engine_config, server_config, make_engine)
 

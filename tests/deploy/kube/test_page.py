@@ -25,10 +25,25 @@ from tests.deploy.running import RunningServer
 PAGE = ROOT / "deploy" / "docs" / "deployment.md"
 BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 COMMANDS = [shlex.split(line) for block in BLOCKS for line in block.splitlines()]
-PROGRAMS = {"millrace", "curl", "docker", "kubectl", "helm", "pip", "ray", "serve", "(umask"}  # serve: Ray's
+PROGRAMS = {
+    "millrace",
+    "curl",
+    "docker",
+    "kubectl",
+    "helm",
+    "pip",
+    "ray",
+    "serve",
+    "(umask",
+    "openssl",
+    "printf",
+}  # serve: Ray's
 OF_COMMANDS = {
     "--listen",
     "--fleet-key-file",
+    "--fleet-tls-cert",
+    "--fleet-tls-key",
+    "--fleet-tls-ca",
     "--metrics-port",
     "--engine",
     "--fleet",

@@ -16,7 +16,7 @@ from millrace.runtime.processes.transport import SocketTransport
 from millrace.stages.errors import ConfigError
 from millrace.stages.machines import engine_peers
 from millrace.stages.machines.connected_hosts import look_at_first
-from millrace.stages.machines.engine_sources import AddressFile, DnsName, FixedAddress, SourceError
+from millrace.stages.machines.engine_sources import AddressFile, DnsName, FixedAddress, SourceError, certified_name
 from millrace.stages.machines.membership import Members
 from tests.stages.machines.scripted_engines import (
     LONG,
@@ -124,6 +124,9 @@ def test_all_addresses_of_a_name_are_engines(monkeypatch: pytest.MonkeyPatch) ->
     source = parse_source("dns:engines:7000")
     assert isinstance(source, DnsName)
     assert asyncio.run(source.look()) == [("10.0.0.1", 7000), ("10.0.0.2", 7000), ("fd00::5", 7000)]
+    other = FixedAddress("10.0.0.9:7000", ("10.0.0.9", 7000))
+    assert certified_name([other, source], ("10.0.0.1", 7000)) == "engines"
+    assert certified_name([other, source], ("10.0.0.9", 7000)) == "10.0.0.9"
     del told["engines"]
     with pytest.raises(SourceError, match="not known"):
         asyncio.run(source.look())

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 class EngineCommand:
     """One `millrace engine` process. A context manager that kills it."""
 
-    def __init__(self, key: Path, port: int = 0) -> None:
+    def __init__(self, key: Path, port: int = 0, more: Sequence[str] = ()) -> None:
         fleet = ["--listen", f"127.0.0.1:{port}", "--fleet-key-file", str(key), "--metrics-port", "0"]
         self.process = subprocess.Popen(
-            [*MILLRACE, "engine", *fleet, *SETTINGS],
+            [*MILLRACE, "engine", *fleet, *SETTINGS, *more],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Engine processes that go by plan: they get no new requests, and nothing of it counts as a death."""
+"""Engine processes that go by plan, or by order: they get no new requests, and nothing of it counts as a death."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ..split.engine_core import STOP_S, EngineCore
+from ..split.protocol import Drain
 from .core_set import CoreSet
 from .fleet_requests import FleetRequests
 
@@ -92,3 +93,35 @@ class Departures:
         self._table.note_departure(core.index)
         core.forget_process()
         log.info("engine_process.parted", engine=core.index, num_moved=num_moved)
+
+
+class DrainOrders:
+    """Orders to engines elsewhere to drain. Each stands until its engine has obeyed it, or is another process.
+
+    An order may be lost with a link, or be given while there is none: then it is sent once the link is there again.
+    """
+
+    def __init__(self) -> None:
+        self._orders: dict[int, str] = {}  # by place: how, as in `Drain`
+
+    def give(self, core: EngineCore, by: str) -> None:
+        """From now on the engine gets no new requests."""
+        self._orders[core.index] = by
+        self._send(core)
+
+    def note_obeyed(self, core: EngineCore) -> None:
+        """The engine drains, or has gone."""
+        self._orders.pop(core.index, None)
+
+    def repeat(self, core: EngineCore) -> None:
+        """The engine was reached again. What was ordered of the process before it is done if this is another one."""
+        if not core.has_come_back:
+            self.note_obeyed(core)
+        elif core.index in self._orders:
+            self._send(core)
+
+    def _send(self, core: EngineCore) -> None:
+        by = self._orders[core.index]
+        core.is_draining = True
+        core.post(Drain(by))  # it tells all its fronts
+        log.info("engine.drain_sent", engine=core.index, by=by, is_reached=core.is_serving)

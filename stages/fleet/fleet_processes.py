@@ -32,10 +32,10 @@ from ..split.engine_core import STOP_S, CoreOwner, EngineCore
 from ..split.front import CORE, FrontStages
 from ..split.process_client import EngineClient
 from ..split.processes import STALL_S, Gone, StartAgain
-from ..split.protocol import Drain, EngineReady
+from ..split.protocol import EngineReady
 from .core_keeper import CoreKeeper
 from .core_set import CoreSet
-from .departures import Departures
+from .departures import Departures, DrainOrders
 from .fleet_adapters import FleetAdapters
 from .fleet_requests import FleetRequests
 from .fleet_router import FleetRouter
@@ -90,6 +90,7 @@ class FleetProcesses:
             core.prefix_key = prefix_key
         self._set = CoreSet(self.cores, self.table, self.router)
         self._departures = Departures(setup.env, self.table, self._set, self._parted)
+        self._drain_orders = DrainOrders()
         self._members = set(self.hosts.present())  # places with a process, or that wait for one
         self._leaving: set[int] = set()  # places that become free
         self._make_keeper: Callable[[EngineCore], CoreKeeper] | None = None
@@ -233,14 +234,14 @@ class FleetProcesses:
         if index not in self._members:
             raise LookupError(f"there is no engine {index}")
         core = self.cores[index]
-        if self.hosts.drain_themselves and core.is_serving:
-            core.is_draining = True
-            core.post(Drain(by))  # it tells all its fronts
+        if self.hosts.drain_themselves and core.ready is not None:
+            self._drain_orders.give(core, by)
         else:
             self._departures.begin(core, moves=by == "migrate")
 
     def note_draining(self, core: EngineCore, *, migrates: bool) -> None:
         core.is_draining = True
+        self._drain_orders.note_obeyed(core)
         if migrates and self._front is not None:
             self._departures.begin(core, moves=True)
 
@@ -251,6 +252,7 @@ class FleetProcesses:
     def _parted(self, core: EngineCore) -> None:
         """The link of a process is closed by plan: the place is free, or gets a successor."""
         self.note_lost(core)
+        self._drain_orders.note_obeyed(core)
         if core.index in self._leaving:
             self._leaving.discard(core.index)
             self._members.discard(core.index)
@@ -271,6 +273,7 @@ class FleetProcesses:
             client.cut()
             await client.stop(STOP_S)
             raise
+        self._drain_orders.repeat(core)
         return client
 
     async def stop_keepers(self) -> None:

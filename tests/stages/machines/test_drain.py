@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from millrace.stages.engine.engine import Engine
+from millrace.stages.machines.engine_server import EngineServer
 from millrace.stages.machines.engine_sources import FixedAddress
 from tests.stages.machines.scripted_engines import (
     LONG,
@@ -125,3 +126,53 @@ async def test_a_front_drains_an_engine_by_its_index_for_all_fronts(machines: Sc
         await until(lambda: states(other)["a"] != "ready")
         with pytest.raises(LookupError, match="no engine 2"):
             engine.drain_engine(2)
+
+
+def cut(server: EngineServer) -> None:
+    """Ends the connections of all fronts, as a network does."""
+    for front in list(server.fronts.values()):
+        front.close()
+        server.lost(front, "a cut")
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_an_order_to_drain_reaches_an_engine_whose_link_was_cut(is_away: bool) -> None:
+    @with_machines
+    async def test(machines: ScriptedMachines) -> None:
+        await machines.start("a", "b")
+        first, second = machines.servers.values()
+        async with machines.front(A, B) as engine:
+            if is_away:
+                del machines.servers["a:1"]  # for new connections
+                cut(first)
+                await until(lambda: states(engine)["a"] == "loading")
+            engine.drain_engine(0, "migrate")
+            cut(first)  # with the order, if that is under way
+            machines.servers["a:1"] = first
+            async with asyncio.timeout(60.0):
+                await first.drain_asked.wait()
+            assert first.asked_by == "migrate" and not second.drain_asked.is_set()
+            assert await answer(engine, "hello") == expected("hello") and not first.num_live
+            assert await first.drain(60.0, "migrate")
+            cut(first)
+            await machines.stop("a")
+            await machines.start("a")
+            await until(lambda: states(engine)["a"] == "ready")
+            assert not machines.servers["a:1"].drain_asked.is_set()
+
+    test()
+
+
+@with_machines
+async def test_an_order_to_drain_is_not_for_the_next_engine_at_an_address(machines: ScriptedMachines) -> None:
+    await machines.start("a", "b")
+    async with machines.front(A, B) as engine:
+        await machines.stop("a")
+        await until(lambda: states(engine)["a"] == "loading")
+        engine.drain_engine(0, "migrate")
+        await machines.start("a")
+        await until(lambda: states(engine)["a"] == "ready")
+        cut(machines.servers["a:1"])
+        await until(lambda: states(engine)["a"] != "ready")
+        await until(lambda: states(engine)["a"] == "ready")
+        assert not machines.servers["a:1"].drain_asked.is_set()

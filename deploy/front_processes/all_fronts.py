@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import orjson
@@ -12,8 +12,11 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ..api.service import Service
 from ..errors import ApiError
+from ..http.answer_record import KEY, KEY_HEADER
+from ..http.body_reader import read_ahead
 from ..http.listening import ListeningSockets
 from ..http.query_params import whole_number
+from ..http.request_context import OWNER
 from ..http.responses import answer
 from ..metrics.metrics import CONTENT_TYPE, Metrics
 from ..websocket.peer import Peer
@@ -35,6 +38,7 @@ class AllFronts:
     def __init__(self, fronts: OtherFronts) -> None:
         self._fronts, self._root_path = fronts, fronts.config.root_path
         self._member = fronts.member
+        self._keeping: frozenset[Callable[..., object]] = frozenset()  # handlers whose answers are kept by a key
         self._of_all: dict[str, Answer] = {
             "/metrics": self._metrics,
             "/load": self._load,
@@ -53,7 +57,9 @@ class AllFronts:
     async def close(self) -> None:
         await self._fronts.close()
 
-    def middleware(self) -> Middleware:
+    def middleware(self, keeping: Collection[Callable[..., object]]) -> Middleware:
+        self._keeping = frozenset(keeping)
+
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             self._member.has_news = True
@@ -73,6 +79,13 @@ class AllFronts:
             handler = _through(made, handler)
         if is_of_a_front(request):
             return await handler(request)
+        key = request.headers.get(KEY_HEADER, "")
+        if KEY.fullmatch(key) and request.match_info.handler in self._keeping:
+            keeper = self._fronts.keeper_of(request[OWNER], key)
+            if keeper == self._fronts.number:
+                return await handler(request)
+            await read_ahead(request, self._fronts.config)  # within the limits of size and time
+            return await self._fronts.pass_on(request, keeper)
         if path.startswith(RESPONSES):
             owner = self._fronts.owner_of(request.match_info["id"].removeprefix("resp_"))
             return await (handler(request) if owner is None else self._fronts.pass_on(request, owner))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -118,6 +119,11 @@ class OtherFronts:
     def owner_of(self, marked: str) -> int | None:
         number = number_of(marked)
         return number if number in self.numbers[1:] else None
+
+    def keeper_of(self, owner: str, key: str) -> int:
+        """The front that keeps the answer to the requests with this `Idempotency-Key`: the same, asked anywhere."""
+        digest = hashlib.sha256(f"{owner}\0{key}".encode("utf-8", "surrogateescape")).digest()
+        return int.from_bytes(digest[:8], "big") % self.config.front_processes
 
     # -- passing
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from aiohttp import web
 
+KEY_HEADER = "Idempotency-Key"  # of a request whose answer is kept for others with the same key
+KEY = re.compile(r"[\x21-\x7e]{1,255}")  # what it may be
 OVERHEAD_BYTES = 1024  # counted for a record beside its answer
 
 

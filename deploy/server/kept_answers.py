@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from functools import partial
@@ -14,15 +13,15 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ...runtime.pipeline import Health
 from ..api.service import CacheUse, Service
-from ..errors import ApiError, not_serving
-from ..http.answer_record import OVERHEAD_BYTES, RECORD, AnswerRecord
+from ..errors import ApiError, describe, not_serving
+from ..http.answer_record import KEY, KEY_HEADER, OVERHEAD_BYTES, RECORD, AnswerRecord
 from ..http.body_reader import read_ahead
 from ..http.request_context import OWNER
 from ..http.sse import EventStream
+from .middleware import log_unforeseen
 
-HEADER, AGAIN = "Idempotency-Key", "Idempotent-Replayed"
+AGAIN = "Idempotent-Replayed"
 KEPT_S = 60.0  # after the end of an answer
-_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
 class KeptAnswer(AnswerRecord):
@@ -60,7 +59,7 @@ class KeptAnswers:
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if HEADER not in request.headers or request.match_info.handler not in handlers:
+            if KEY_HEADER not in request.headers or request.match_info.handler not in handlers:
                 return await handler(request)
             return await self._answer(request, handler)
 
@@ -74,12 +73,12 @@ class KeptAnswers:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        config, named = self._service.config, request.headers[HEADER]
-        if not _KEY.fullmatch(named):
-            raise ApiError("invalid_value", f"{HEADER}: must have 1 to 255 visible ASCII characters")
+        config, named = self._service.config, request.headers[KEY_HEADER]
+        if not KEY.fullmatch(named):
+            raise ApiError("invalid_value", f"{KEY_HEADER}: must have 1 to 255 visible ASCII characters")
         if not config.response_store_bytes:
-            message = f"{HEADER}: this server keeps no answers (response_store_bytes = 0); send the request without it"
-            raise ApiError("unsupported_parameter", message)
+            message = "this server keeps no answers (response_store_bytes = 0); send the request without it"
+            raise ApiError("unsupported_parameter", f"{KEY_HEADER}: {message}")
         body = await read_ahead(request, config)
         digest = hashlib.sha256(b"\0".join([request.path_qs.encode(), request.content_type.encode(), body])).digest()
         place = (request[OWNER], named)
@@ -87,7 +86,7 @@ class KeptAnswers:
         if kept is None:
             kept, is_again = self._begin(request, handler, place, digest), False
         elif kept.digest != digest:
-            raise ApiError("idempotency_key_reused", f"{HEADER}: was sent with another request; use a new key")
+            raise ApiError("idempotency_key_reused", f"{KEY_HEADER}: was sent with another request; use a new key")
         await kept.begun()
         headers = {**kept.headers, AGAIN: "true"} if is_again else kept.headers
         if not kept.is_stream:
@@ -122,10 +121,13 @@ class KeptAnswers:
             self._drop(place, kept)
             kept.end(not_serving(Health("draining")))
             raise
+        except web.HTTPException as error:
+            self._drop(place, kept)
+            return kept.end(error)
         except Exception as error:
             self._drop(place, kept)
-            kept.end(error)
-            return
+            # an unforeseen one is logged here, and once: there may be no client left, or several
+            return kept.end(describe(error) or log_unforeseen(request, error))
         kept.end()
         kept.task = None
         if kept.status >= 400 or kept.is_too_long:
@@ -144,10 +146,8 @@ class KeptAnswers:
         own = self._kept.get(place)
         if own is not None and own.num_bytes > most and not own.is_too_long:
             own.is_too_long = True
-            message = (
-                f"{HEADER}: the answer has more than {most} bytes, the most that is kept; send it without the header"
-            )
-            raise ApiError("body_too_large", message)
+            message = f"the answer has more than {most} bytes, the most that is kept; send it without the header"
+            raise ApiError("body_too_large", f"{KEY_HEADER}: {message}")
 
     def _drop(self, place: tuple[str, str], kept: KeptAnswer) -> None:
         if self._kept.get(place) is kept:

@@ -48,7 +48,7 @@ def identify(count_rejection: Callable[[str], object], root_path: str = "") -> M
             except web.HTTPException as error:
                 api_error = _of_aiohttp(request, error)
             except Exception as error:
-                api_error = describe(error) or _unforeseen(request, error)
+                api_error = describe(error) or log_unforeseen(request, error)
             count_rejection(api_error.code)
             if HAS_BEGUN in request:
                 log.info("answer.broken_off", code=api_error.code)
@@ -71,7 +71,8 @@ def _body(request: web.Request, error: ApiError, root_path: str) -> Mapping[str,
     return ollama_error(error) if path.startswith(OLLAMA_PREFIX) else None
 
 
-def _unforeseen(request: web.Request, error: Exception) -> ApiError:
+def log_unforeseen(request: web.Request, error: Exception) -> ApiError:
+    """Logs an exception that is a bug. Returns what the client is told, with the id by which the log has it."""
     log.error("request.failed", path=shorten(request.path, 128), error=type(error).__name__, exc_info=error)
     return unforeseen(request[REQUEST_ID])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol
 
@@ -47,8 +47,11 @@ class ServerFronts(Protocol):
     def listen(self) -> ListeningSockets:
         """The socket at which other fronts reach this one."""
 
-    def middleware(self) -> Middleware:
-        """Passes requests on, or answers for all fronts; innermost, after the check of keys."""
+    def middleware(self, keeping: Collection[Callable[..., object]]) -> Middleware:
+        """Passes requests on, or answers for all fronts; after the check of keys.
+
+        The answers of the handlers in `keeping` are kept by the key of their request, each in one front.
+        """
 
     async def close(self) -> None:
         """Closes the connections to other fronts."""
@@ -192,9 +195,10 @@ class Server:
             check_keys(ApiKeys(self.config.api_key), others, open_paths),
             take_in(self.service, routes.new_work, routes.open_ended),
         ]
+        keeping = routes.new_work - routes.open_ended
         if self._fronts is not None:
-            middlewares.append(self._fronts.middleware())
-        middlewares.append(self._kept_answers.middleware(routes.new_work - routes.open_ended))
+            middlewares.append(self._fronts.middleware(keeping))
+        middlewares.append(self._kept_answers.middleware(keeping))
         app = web.Application(middlewares=middlewares, client_max_size=self.config.max_body_bytes)
         app.on_response_prepare.append(add_headers(self.service, gate))
         app.on_shutdown.append(routes.stop)

@@ -16,6 +16,7 @@ from yarl import URL
 from millrace.deploy.errors import ApiError
 from millrace.deploy.server import kept_answers
 from millrace.deploy.server.kept_answers import KeptAnswers
+from millrace.runtime.env.log import captured_logs
 from millrace.stages.testing.scripted.engine import SMALL
 from tests.deploy.sockets import ENDLESS, Serving, on_loop, serving, until
 
@@ -115,6 +116,45 @@ async def test_an_error_is_told_to_all_who_wait_and_kept_for_nobody(monkeypatch:
         assert (await asker.post("b", BODY))[0] == 429 and (await asker.post("a", BODY))[0] == 200
         monkeypatch.setattr(asker.running.server.service, "require_engine", before)
         assert (await asker.post("b", BODY))[0] == 200
+
+
+@on_loop
+async def test_an_unforeseen_error_is_logged_once_for_several_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with asking() as asker:
+        before = asker.running.server.service.require_engine
+
+        def fail() -> Any:
+            raise RuntimeError("planted")
+
+        monkeypatch.setattr(asker.running.server.service, "require_engine", fail)
+        with captured_logs() as events:
+            answers = await asyncio.gather(*(asker.post("a", BODY, **{"X-Request-Id": f"id-{n}"}) for n in range(3)))
+        assert {status for status, _, _ in answers} == {500} and len({data for _, _, data in answers}) == 1
+        (failed,) = [event for event in events if event["event"] == "request.failed"]
+        assert failed["error"] == "RuntimeError" and failed["request_id"].encode() in answers[0][2]
+        assert len(asker.kept) == 0
+        monkeypatch.setattr(asker.running.server.service, "require_engine", before)
+
+
+@on_loop
+async def test_an_unforeseen_error_is_logged_after_the_last_client_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, is_spoilt = KeptAnswers._count, False
+
+    def spoil(kept: KeptAnswers, place: tuple[str, str], num_bytes: int) -> None:
+        if is_spoilt:
+            raise RuntimeError("planted")
+        count(kept, place, num_bytes)
+
+    monkeypatch.setattr(KeptAnswers, "_count", spoil)
+    async with asking(step_s=0.002) as asker:
+        with captured_logs() as events:
+            asked = asyncio.ensure_future(asker.post("a", BODY))
+            await until(lambda: len(asker.kept) == 1)
+            is_spoilt = True
+            asked.cancel()
+            await until(lambda: len(asker.kept) == 0)
+        (failed,) = [event for event in events if event["event"] == "request.failed"]
+        assert failed["error"] == "RuntimeError" and failed["request_id"]
 
 
 @on_loop

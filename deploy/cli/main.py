@@ -83,6 +83,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         settings = resolve((EngineConfig, ServerConfig), vars(options), os.environ, options.config)
         if options.command not in SERVERS and settings["log_level"].source == "default":
             settings["log_level"] = Setting("warning", "default")  # keep the terminal for the answer
+        if not getattr(options, "listens", False):  # at `host`, which may be that of a container's servers
+            settings["host"] = Setting(ServerConfig.__dataclass_fields__["host"].default, "default")
         engine_config, server_config = build(EngineConfig, settings), build(ServerConfig, settings)
         if options.print_config:
             print(show(settings))
@@ -169,6 +171,7 @@ def _add_serve(commands: Any) -> None:
     serve = commands.add_parser("serve", usage=_usage("serve [MODEL]"), help="serve a model over HTTP (OpenAI's API)")
     _add_model(serve)
     _add_common(serve)
+    serve.set_defaults(listens=True)
     add_flags(serve, (EngineConfig, ServerConfig), omit=frozenset({"model"}))
     serve.takes_vllm_flags = True
 
@@ -462,6 +465,7 @@ def _add_doctor(commands: Any) -> None:
     _add_model(doctor)
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     _add_common(doctor)
+    doctor.set_defaults(listens=True)
     add_flags(doctor, (EngineConfig, ServerConfig), omit=frozenset({"model"}))
     doctor.takes_vllm_flags = True
 
@@ -503,6 +507,7 @@ def _add_engine_flags(
 ) -> None:
     """Adds flags for the settings `of_engine` and `of_server`."""
     command.takes_vllm_flags = of_engine == ALL_OF_ENGINE
+    command.set_defaults(listens="host" in of_server)
     not_needed = (ALL_OF_ENGINE - of_engine) | (frozenset(ServerConfig.__dataclass_fields__) - of_server)
     add_flags(command, (EngineConfig, ServerConfig), omit=not_needed | {"model"})
 

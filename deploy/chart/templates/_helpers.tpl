@@ -34,6 +34,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- toYaml (merge $own .Values.fleet.engineSettings) }}
 {{- end }}
 
+{{- /* The arguments of `millrace engine` and `millrace route` for the key and the certificates of a fleet, as JSON. */}}
+{{- define "millrace.fleetArgs" -}}
+{{- $args := list "--fleet-key-file" (printf "/etc/millrace/fleet/%s" .Values.fleet.key) }}
+{{- with .Values.fleet.tls }}
+{{- if .secret }}
+{{- range $flag, $file := dict "cert" .cert "key" .key "ca" .ca }}
+{{- $args = concat $args (list (printf "--fleet-tls-%s" $flag) (printf "/etc/millrace/fleet-tls/%s" $file)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- toJson $args }}
+{{- end }}
+
 {{- /* A probe of `path` at `port`, by default http: kubelet names a pod by its address, which `allowed_host` may exclude. */}}
 {{- define "millrace.probe" -}}
 httpGet:
@@ -164,6 +177,9 @@ spec:
         {{- end }}
         {{- if .role }}
         - {name: fleet, mountPath: /etc/millrace/fleet, readOnly: true}
+        {{- if $v.fleet.tls.secret }}
+        - {name: fleet-tls, mountPath: /etc/millrace/fleet-tls, readOnly: true}
+        {{- end }}
         {{- end }}
         {{- if or (not .serves) (gt $gpus 1) }}
         - {name: shared-memory, mountPath: /dev/shm}
@@ -188,6 +204,18 @@ spec:
         defaultMode: 0440
         items:
           - {key: {{ $v.fleet.key }}, path: {{ $v.fleet.key }}}
+    {{- with $v.fleet.tls }}
+    {{- if .secret }}
+    - name: fleet-tls
+      secret:
+        secretName: {{ .secret }}
+        defaultMode: 0440
+        items:
+          - {key: {{ .cert }}, path: {{ .cert }}}
+          - {key: {{ .key }}, path: {{ .key }}}
+          - {key: {{ .ca }}, path: {{ .ca }}}
+    {{- end }}
+    {{- end }}
     {{- end }}
     {{- if $hasKeys }}
     - name: keys

@@ -31,9 +31,10 @@ class EnginePages:
         self._registry.register(self)
         app = web.Application()
         app.router.add_get("/health", self._health)
+        app.router.add_get("/health/ready", self._health)
         app.router.add_get("/health/live", self._live)
         app.router.add_get("/metrics", self._metrics)
-        self._runner = ServerRunner(app, self._config, ["/health", "/health/live"])
+        self._runner = ServerRunner(app, self._config, ["/health", "/health/ready", "/health/live"])
         self.url = ""
 
     async def start(self) -> None:

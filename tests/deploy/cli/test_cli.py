@@ -108,3 +108,13 @@ def test_an_engine_names_the_flag_that_it_refuses(flags, monkeypatch, capfd):
     assert main(["complete", "Once", "--model", "none", *flags]) == 1
     said = capfd.readouterr().err
     assert f"{flags[0]} = {flags[1]}" in said and "max_tokens" not in said
+
+
+@pytest.mark.parametrize("command", [["engine", "--listen", ":0"], ["run-batch", "-i", "-", "-o", "-"], ["chat"]])
+def test_a_command_that_does_not_listen_ignores_the_host_of_a_container(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MILLRACE_HOST", "0.0.0.0")
+    assert main([*command, "--print-config"]) == 0
+    assert main(["serve", "--print-config"]) == 3
+    assert "host = 0.0.0.0 is reachable from other machines" in capsys.readouterr().err

@@ -21,7 +21,10 @@ MULTINODE = {
     "multinode": {"groupSize": 2, "leaderArgs": ["--print-config"], "workerArgs": ["collect-env"]},
 }
 # What turns any value file into one of fronts and engines.
-FLEET = {"topology": "fleet", "fleet": {"keySecret": "fleet", "engineSettings": {"max_num_seqs": 64}}}
+FLEET = {
+    "topology": "fleet",
+    "fleet": {"keySecret": "fleet", "tls": {"secret": "fleet-tls"}, "engineSettings": {"max_num_seqs": 64}},
+}
 CHANGED: dict[str, dict[str, Any]] = {"pods": {}, "fleet": FLEET, "multinode": MULTINODE}
 
 

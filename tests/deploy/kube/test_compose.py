@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from millrace.deploy.cli import main as cli
+from millrace.deploy.cli.serve import STOP_S
+from millrace.deploy.config import ServerConfig
+from millrace.runtime.processes.auth import FleetKey
 from tests.deploy.kube.tools import ROOT, needs, run
 
 FOLDER = ROOT / "deploy" / "containers"
@@ -17,12 +22,19 @@ COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
 
 
+ROUTES, ENGINES = ("route-1", "route-2"), ("engine-1", "engine-2", "engine-3")
+
+
 def test_each_service_is_of_a_fixed_version_and_open_to_this_machine_alone() -> None:
-    assert set(SERVICES) == {"millrace", "open-webui", "prometheus", "grafana"}
+    started = {name for name, service in SERVICES.items() if "profiles" not in service}
+    assert started == {"millrace", "open-webui", "prometheus", "grafana"}
+    fleet = {name for name, service in SERVICES.items() if service.get("profiles") == ["fleet"]}
+    assert fleet == {*ROUTES, *ENGINES, "fleet-key"} and started | fleet == set(SERVICES)
     for name, service in SERVICES.items():
         assert re.fullmatch(r"[a-z0-9./-]+:(cpu|v?\d+\.\d+\.\d+)", service["image"]), name
-        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
-    published = [port.split(":")[1] for service in SERVICES.values() for port in service["ports"]]
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
+        assert ("ports" in service) == (name not in {*ENGINES, "fleet-key"})
+    published = [port.split(":")[1] for service in SERVICES.values() for port in service.get("ports", ())]
     assert len(set(published)) == len(published)
     head = (FOLDER / "compose.yaml").read_text().partition("name: ")[0]
     assert sorted(re.findall(r"http://127\.0\.0\.1:(\d+)", head)) == sorted(published)
@@ -33,6 +45,55 @@ def test_each_mount_is_a_file_of_the_repository_or_a_volume_of_the_file() -> Non
         for mount in service.get("volumes", ()):
             source = mount.split(":")[0]
             assert (FOLDER / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], mount
+
+
+def test_the_fleets_key_is_made_once_and_readable_by_its_owner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = SERVICES["fleet-key"]["command"]
+    monkeypatch.setattr(os, "chown", lambda *_: None)
+    found = []
+    for _ in range(2):
+        exec(code.replace("/fleet/", f"{tmp_path}/"), {})
+        found.append((tmp_path / "key").read_bytes())
+    assert len(found[0]) == 32 and found[0] == found[1] and [path.name for path in tmp_path.iterdir()] == ["key"]
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o400
+    FleetKey.read(tmp_path / "key")
+
+
+@pytest.mark.parametrize("name", [*ROUTES, *ENGINES])
+def test_fronts_and_engines_of_the_fleet_share_a_key_and_end_in_time(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, command = SERVICES[name], SERVICES[name]["command"]
+    for variable, value in (("MILLRACE_HOST", "0.0.0.0"), ("MILLRACE_MODEL", ""), ("MILLRACE_LOG_FORMAT", "json")):
+        monkeypatch.setenv(variable, value)  # as image and compose set them
+    assert service["read_only"] and service["cap_drop"] == ["ALL"] and "fleet:/fleet:ro" in service["volumes"]
+    assert cli.main([*command, "--print-config"]) == 0, capsys.readouterr()
+    words = [part for word in command for part in word.split("=")]
+    assert f'"{words[words.index("--fleet-key-file") + 1]}"' in SERVICES["fleet-key"]["command"][0]
+    waits, lame_duck_s = service["depends_on"], 0
+    if name in ENGINES:
+        assert waits == {"fleet-key": {"condition": "service_completed_successfully"}}
+        assert words[words.index("--drain-by") + 1] == "migrate"
+        pages = f"http://127.0.0.1:{words[words.index('--metrics-port') + 1]}"
+        assert service["healthcheck"]["test"] == ["CMD", "millrace", "health", "--url", pages]
+    else:
+        port = SERVICES[ENGINES[0]]["command"][2].rpartition(":")[2]
+        assert [each for each in words if each.endswith(f":{port}")] == [f"{one}:{port}" for one in ENGINES]
+        assert set(waits) == set(ENGINES) and name in words
+        lame_duck_s = int(words[words.index("--lame-duck-s") + 1])
+    grace_s = int(service["stop_grace_period"].removesuffix("s"))
+    assert grace_s > lame_duck_s + ServerConfig().shutdown_timeout_s + STOP_S + 1
+
+
+def test_prometheus_finds_the_fleet_by_the_names_that_it_allows() -> None:
+    job = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"][1]
+    named = {name: found["port"] for found in job["dns_sd_configs"] for name in found["names"]}
+    assert named == dict.fromkeys(ROUTES, 8000) | dict.fromkeys(ENGINES, 9100)
+    rule = job["relabel_configs"][0]
+    found = re.fullmatch(rule["regex"], "route-1;172.18.0.5:8000")
+    assert found is not None and found.expand(rule["replacement"].replace("$", "\\")) == "route-1:8000"
 
 
 def test_millrace_runs_read_only_with_options_that_it_has(

@@ -144,6 +144,17 @@ def test_engines_of_a_fleet_take_fronts_alone_and_are_found_by_the_name_of_their
     assert "keys" not in {volume["name"] for volume in list(pods("fleet"))[1]["spec"]["volumes"]}
 
 
+def test_fronts_and_engines_read_certificates_where_a_renewed_secret_shows() -> None:
+    for pod in pods("fleet"):
+        (container,) = pod["spec"]["containers"]
+        (mount,) = (one for one in container["volumeMounts"] if one["name"] == "fleet-tls")
+        assert "subPath" not in mount, "such a mount keeps the first content"
+        (secret,) = (one["secret"] for one in pod["spec"]["volumes"] if one["name"] == "fleet-tls")
+        there = {f"{mount['mountPath']}/{item['path']}" for item in secret["items"]}
+        args = container["args"]
+        assert there == {args[args.index(f"--fleet-tls-{file}") + 1] for file in ("cert", "key", "ca")}
+
+
 def test_a_fleet_scales_its_engines_by_what_waits_at_its_fronts() -> None:
     fronts, engines = objects("fleet"), objects("fleet", of_engines=True)
     target = fronts["ScaledObject"]["spec"]["scaleTargetRef"]
@@ -252,6 +263,8 @@ def test_the_schema_accepts_each_value_file_in_each_topology(name: str) -> None:
         ({"replcas": 2}, "$: Additional"),
         ({"topology": "fleets"}, "$.topology"),
         ({"fleet": {"drainBy": "force"}}, "$.fleet.drainBy"),
+        ({"fleet": {"tls": {"secret": "Not A Name"}}}, "$.fleet.tls.secret"),
+        ({"fleet": {"tls": {"crt": "tls.crt"}}}, "$.fleet.tls"),
         ({"topology": "multinode"}, "$.multinode.workerArgs"),
         ({"replicas": -1}, "$.replicas"),
         ({"replicas": "2"}, "$.replicas"),

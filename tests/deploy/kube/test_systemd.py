@@ -43,12 +43,24 @@ def test_each_unit_is_tested() -> None:
     assert {path.name for path in FOLDER.glob("*.service")} == set(UNITS)
 
 
-@pytest.mark.parametrize(("name", "has_gpu"), [*((name, False) for name in UNITS), ("millrace.service", True)])
+FLEET = ("millrace-engine@.service", "millrace-route.service")
+
+
+@pytest.mark.parametrize(
+    ("name", "drop_in"),
+    [
+        *((name, None) for name in UNITS),
+        ("millrace.service", "gpu.conf"),
+        *((name, "fleet-tls.conf") for name in FLEET),
+    ],
+)
 @needs("systemd-analyze", "apt install systemd")
-def test_systemd_accepts_a_unit_and_rates_it_as_little_exposed(tmp_path: Path, name: str, has_gpu: bool) -> None:
+def test_systemd_accepts_a_unit_and_rates_it_as_little_exposed(tmp_path: Path, name: str, drop_in: str | None) -> None:
     path = installed(tmp_path, name)
-    if has_gpu:
-        shutil.copytree(FOLDER / "millrace.service.d", tmp_path / "millrace.service.d")
+    if drop_in is not None:
+        (source,) = FOLDER.rglob(drop_in)
+        (tmp_path / f"{name}.d").mkdir()
+        shutil.copy(source, tmp_path / f"{name}.d")
     done = run("systemd-analyze", "verify", path.with_name(UNITS[name]))
     assert [line for line in (done.stdout + done.stderr).splitlines() if "millrace" in line] == []
     rating = run("systemd-analyze", "security", "--offline=true", path).stdout
@@ -65,15 +77,23 @@ def test_the_unit_waits_for_the_drain_and_leaves_wrong_settings_alone() -> None:
     assert service["ExecStart"].startswith("/opt/millrace/bin/millrace serve --config ")
 
 
-@pytest.mark.parametrize("name", ["millrace-engine@.service", "millrace-route.service"])
+@pytest.mark.parametrize("has_tls", [False, True])
+@pytest.mark.parametrize("name", FLEET)
 def test_a_unit_of_a_fleet_starts_a_command_that_takes_its_options(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, has_tls: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    service, one = unit(name)["Service"], unit()["Service"]
+    service, one, text = unit(name)["Service"], unit()["Service"], (FOLDER / name).read_text()
+    assert "Environment=FLEET_TLS=\n" in text
+    (tls,) = re.findall(r'^Environment="FLEET_TLS=(.*)"$', (FOLDER / "fleet-tls.conf").read_text(), re.MULTILINE)
+    loaded = re.findall(
+        r"^LoadCredential=([^:]+):/etc/millrace/", (FOLDER / "fleet-tls.conf").read_text(), re.MULTILINE
+    )
+    assert [f"%d/{each}" for each in loaded] == tls.split()[1::2]
     alike = set(one) - {"execstart", "watchdogsec", "environment", "statedirectory", "cachedirectory", "loadcredential"}
     assert {key: service[key] for key in alike} == {key: one[key] for key in alike}
     assert ("watchdogsec" in service) == (name == "millrace-route.service"), "an engine sends no signs of life"
-    program, *arguments = service["ExecStart"].replace("%i", "7000").replace("%d", str(tmp_path)).split()
+    command = service["ExecStart"].replace("$FLEET_TLS", tls if has_tls else "")
+    program, *arguments = command.replace("%i", "7000").replace("%d", str(tmp_path)).split()
     assert program == "/opt/millrace/bin/millrace"
     credential, _, source = service["LoadCredential"].partition(":")
     assert source == "/etc/millrace/fleet.key"

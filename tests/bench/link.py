@@ -2,10 +2,10 @@
 
     python -m tests.bench.link [--rounds 9] [--trips 300] [--output results.json]
 
-The other end is a process that sends each `StepTokens` back. One is joined by a socketpair and one by TCP over
-loopback, with and without pings; all are asked in turns, so drifts of the machine fall on all. Told are medians over
-the rounds: of a round's median round trip, and of its CPU time a round trip in each process. Run it on a machine at
-rest.
+The other end is a process that sends each `StepTokens` back. One is joined by a socketpair and others by TCP over
+loopback, plain, with pings, and with TLS; all are asked in turns, so drifts of the machine fall on all. Told are
+medians over the rounds: of a round's median round trip, and of its CPU time a round trip in each process. Run it on a
+machine at rest.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import trustme
 
 from millrace.runtime.env.loops import loop_factory
+from millrace.runtime.processes.auth import Role
 from millrace.runtime.processes.link import Link
 from millrace.runtime.processes.link_channels import InboundChannel, OutboundChannel
+from millrace.runtime.processes.tls import FleetTls, TlsFiles
+from millrace.runtime.processes.tls_transport import TlsStream
 from millrace.runtime.processes.transport import SocketTransport
 from millrace.stages.messages import StepTokens
 from millrace.stages.split.protocol import CODEC, StatusQuery, StatusReply
 
-KINDS = ("unix", "tcp", "tcp+pings")
+KINDS = ("unix", "tcp", "tcp+pings", "tcp+tls")
 ROWS = (1, 256)
 CAPACITY = 8
 
@@ -40,15 +45,20 @@ CAPACITY = 8
 class Asked:
     """One echoing process, and the link to it."""
 
-    def __init__(self, kind: str) -> None:
-        ours, theirs = socketpair(kind)
+    def __init__(self, kind: str, folder: Path) -> None:
+        self._kind, self._folder = kind, folder
+        self._ours, theirs = socketpair(kind)
         with theirs:
             command = [sys.executable, "-m", __spec__.name, "--echo", str(theirs.fileno()), "--kind", kind]
+            command += ["--certificates", str(folder)]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self.reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.there: OutboundChannel[StepTokens] = OutboundChannel("there", CAPACITY)
         self.back: InboundChannel[StepTokens] = InboundChannel("back", CAPACITY)
-        self.link = make_link(ours, kind, lambda word: self.reply.set_result(word.value), print)
+
+    async def start(self) -> None:
+        transport = await made_transport(self._ours, self._kind, self._folder, "dialer")
+        self.link = make_link(transport, self._kind, lambda word: self.reply.set_result(word.value), print)
         self.link.add_outbound(self.there)
         self.link.add_inbound(self.back)
         self.link.start()
@@ -82,8 +92,29 @@ class Asked:
         self.process.wait(10)
 
 
-def make_link(sock: socket.socket, kind: str, on_word: Any, on_lost: Any) -> Link:
-    return Link(SocketTransport(sock), CODEC, on_word, on_lost, timeout_s=10.0 if kind == "tcp+pings" else None)
+async def made_transport(sock: socket.socket, kind: str, folder: Path, role: Role) -> SocketTransport:
+    if kind != "tcp+tls":
+        return SocketTransport(sock)
+    sock.setblocking(False)
+    stream = TlsStream(sock, FleetTls(files_in(folder), role), "localhost")
+    await stream.shake_hands()
+    return stream.transport()
+
+
+def files_in(folder: Path) -> TlsFiles:
+    return TlsFiles(folder / "cert.pem", folder / "key.pem", folder / "ca.pem")
+
+
+def make_certificates(folder: Path) -> None:
+    authority, files = trustme.CA(key_type=trustme.KeyType.ECDSA), files_in(folder)
+    issued = authority.issue_cert("localhost", key_type=trustme.KeyType.ECDSA)
+    issued.cert_chain_pems[0].write_to_path(files.cert)
+    issued.private_key_pem.write_to_path(files.key)
+    authority.cert_pem.write_to_path(files.ca)
+
+
+def make_link(transport: SocketTransport, kind: str, on_word: Any, on_lost: Any) -> Link:
+    return Link(transport, CODEC, on_word, on_lost, timeout_s=10.0 if kind == "tcp+pings" else None)
 
 
 def socketpair(kind: str) -> tuple[socket.socket, socket.socket]:
@@ -102,7 +133,11 @@ def step_of(num_rows: int) -> StepTokens:
 
 async def measure(rounds: int, num_trips: int) -> dict[str, dict[str, dict[str, float]]]:
     """kind -> rows -> figure, medians over the rounds."""
-    asked = {kind: Asked(kind) for kind in KINDS}
+    with tempfile.TemporaryDirectory() as folder:
+        make_certificates(Path(folder))
+        asked = {kind: Asked(kind, Path(folder)) for kind in KINDS}
+        for one in asked.values():
+            await one.start()
     told: dict[str, Any] = {kind: {str(rows): [] for rows in ROWS} for kind in KINDS}
     for number in range(-1, rounds):  # the first one warms up
         for rows in ROWS:
@@ -121,11 +156,12 @@ async def measure(rounds: int, num_trips: int) -> dict[str, dict[str, dict[str, 
     }
 
 
-async def echo(number: int, kind: str) -> None:
+async def echo(number: int, kind: str, certificates: Path) -> None:
     """The other process: sends everything back until its link ends."""
     over = asyncio.Event()
     sock = socket.socket(fileno=number)
-    link = make_link(sock, kind, lambda _: link.post(StatusReply(0, time.process_time())), lambda _: over.set())
+    transport = await made_transport(sock, kind, certificates, "listener")
+    link = make_link(transport, kind, lambda _: link.post(StatusReply(0, time.process_time())), lambda _: over.set())
     there: InboundChannel[StepTokens] = InboundChannel("there", CAPACITY)
     back: OutboundChannel[StepTokens] = OutboundChannel("back", CAPACITY)
     link.add_inbound(there)
@@ -148,10 +184,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the figures here, as JSON")
     parser.add_argument("--echo", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--kind", help=argparse.SUPPRESS)
+    parser.add_argument("--certificates", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         if options.echo is not None:
-            runner.run(echo(options.echo, options.kind))
+            runner.run(echo(options.echo, options.kind, options.certificates))
             return 0
         told = runner.run(measure(options.rounds, options.trips))
     print(f"{'':12}{'rows':>6}" + "".join(f"{name:>16}" for name in told[KINDS[0]][str(ROWS[0])]))

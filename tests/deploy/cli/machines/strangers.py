@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import random
 import select
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from millrace.runtime.processes.frames import FRAME, MAGIC
@@ -20,6 +22,7 @@ Address = tuple[str, int]
 LIMIT_S = 300.0  # also on a machine that stands still for a while
 AT_ONCE = 16  # fewer than an engine lets wait for their proof
 LISTENING = "0A"  # in /proc/net/tcp
+ACCEPTS = 1 << 16  # in the flags of /proc/net/unix
 PICKLE = b"\x80\x04cos\nsystem\n(S'touch stranger-canary'\ntR."
 
 
@@ -32,21 +35,40 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def listening_ports(pid: int) -> set[int]:
-    """The ports that a process and those below it listen on, whatever the address."""
+@dataclass(frozen=True)
+class Listening:
+    """What a process and those below it listen at: addresses of TCP, and paths of Unix sockets."""
+
+    tcp: set[Address]
+    unix: set[str]
+
+
+def listening_sockets(pid: int) -> Listening:
+    """In no abstract socket: such a path would be empty, or begin with @."""
     inodes = set()
     for one in family(pid):
         for link in Path(f"/proc/{one}/fd").iterdir():
             with suppress(OSError):
                 inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    ports = set()
-    for table in ("tcp", "tcp6"):
+    tcp, unix = set(), set()
+    for table, size in (("tcp", 4), ("tcp6", 16)):
         with suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == LISTENING and fields[9] in inodes:
-                    ports.add(int(fields[1].rpartition(":")[2], 16))
-    return ports
+                    host, _, port = fields[1].rpartition(":")
+                    words = struct.pack(f"={size // 4}I", *struct.unpack(f">{size // 4}I", bytes.fromhex(host)))
+                    tcp.add((str(ipaddress.ip_address(words)), int(port, 16)))
+    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+        fields = line.split(maxsplit=7)
+        if int(fields[3], 16) & ACCEPTS and fields[6] in inodes:
+            unix.add(fields[7] if len(fields) > 7 else "")
+    return Listening(tcp, unix)
+
+
+def listening_ports(pid: int) -> set[int]:
+    """The ports that a process and those below it listen on, whatever the address."""
+    return {port for _, port in listening_sockets(pid).tcp}
 
 
 def resident_mib(pid: int) -> float:

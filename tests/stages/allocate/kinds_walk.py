@@ -319,7 +319,11 @@ class Walk:
         self.seen["preempted"] += len(report.preempted)
         self.seen["cut"] += bool(len(report.preempted)) or grant is None
         is_stuck = grant is None and len(plan.slots) > 0 and self.scheduler.num_in_flight == 0
-        self.num_stuck = self.num_stuck + 1 if is_stuck else 0
+        served = {*plan.slots.tolist(), *report.preempted}
+        if not is_stuck:
+            self.num_stuck = 0
+        elif all(slot in served for slot, seq in self.scheduler.holders.items() if seq.state == "running"):
+            self.num_stuck += 1  # else a row limit left out a sequence that holds blocks, and could have run
         assert self.num_stuck <= 2 * NUM_SLOTS, f"{self.num_stuck} plans in a row ran nothing, none in flight"
         if grant is None:
             return

@@ -12,6 +12,7 @@ from .link_watch import LinkHistory
 from .strikes import StrikeSpan
 
 MAX_SHOWN = 20  # violations
+STRUCK_S = 2.0  # after the end of a strike, in which requests still count as struck
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ def describe(
     lines.append("kinds: " + ", ".join(f"{count} {name}" for name, count in sorted(kinds.items())))
     if errors:
         lines.append("errors: " + ", ".join(f"{count} {name}" for name, count in sorted(errors.items())))
+    lines.append(first_tokens(spans, requests))
     longest = max((one.longest_gap_s for one in requests), default=0.0)
     moved = f"{links.num_sent} prompts were sent to engines, {len(links.resends)} requests went on elsewhere"
     lines.append(f"{moved}; the longest gap of a stream was {longest:.2f} s")
@@ -86,6 +88,26 @@ def describe(
         lines.append(f"and {len(violations) - MAX_SHOWN} more violations")
     lines.append(f"{len(violations)} violations; run it again: {again}")
     return lines
+
+
+def first_tokens(spans: Sequence[StrikeSpan], requests: Sequence[ClientRequest]) -> str:
+    """The time to the first text of streams: of those that no strike can have met, and of the others."""
+    quiet, struck = list[float](), list[float]()
+    for one in requests:
+        if one.is_stream and one.times:
+            is_struck = any(span.overlaps(one.began_s, one.times[0], STRUCK_S) for span in spans)
+            (struck if is_struck else quiet).append(one.times[0] - one.began_s)
+    found = [
+        f"{_quantiles(seconds)} of {len(seconds)} {name}" for name, seconds in (("quiet", quiet), ("struck", struck))
+    ]
+    return f"first text, p50 and p99: {', '.join(found)} streams"
+
+
+def _quantiles(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "none"
+    ordered = sorted(seconds)
+    return " and ".join(f"{ordered[int(share * (len(ordered) - 1))]:.2f} s" for share in (0.5, 0.99))
 
 
 BAD = ("refused", "broken")

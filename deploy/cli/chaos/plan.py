@@ -31,6 +31,7 @@ FORM = "KIND TARGET@SECONDS, and +SECONDS for how long, such as: stop engine1@5+
 
 FIRST_S, PAUSES_S = 1.0, (1.5, 5.0)  # of a drawn plan: before the first strike, and between two
 SHORT_S = (0.5, 4.0)  # how long a strike lasts
+QUIET_S = 10.0  # before the first strike of an upgrade
 LONG_S = 13.0  # longer than the silence after which a link counts as lost
 
 
@@ -120,10 +121,10 @@ def _number(path: Path, fields: dict[str, Any], name: str, kind: type[Any]) -> A
 
 
 def upgrade(size: FleetSize) -> Plan:
-    """Replaces each engine and then each front while requests go on."""
+    """Replaces each engine and then each front while requests go on, after some seconds of quiet to compare with."""
     targets: list[tuple[int | None, int | None]] = [(None, engine) for engine in range(size.num_engines)]
     targets += [(front, None) for front in range(size.num_fronts)]
-    strikes = tuple(Strike("upgrade", *target, 1.0) for target in targets)
+    strikes = tuple(Strike("upgrade", *target, 1.0 if place else QUIET_S) for place, target in enumerate(targets))
     return Plan(strikes=strikes, rate=20.0, num_requests=500, in_turn=True)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from millrace.deploy.cli.chaos.cases import Case, RightChoice
 from millrace.deploy.cli.chaos.checks import check_answers, check_errors, check_logs
+from millrace.deploy.cli.chaos.costs import first_tokens
 from millrace.deploy.cli.chaos.fleet import FleetSize
 from millrace.deploy.cli.chaos.history import ClientRequest
 from millrace.deploy.cli.chaos.link_watch import LinkHistory, LinkSpan
@@ -129,6 +130,20 @@ def test_a_request_at_two_engines_at_once_is_found():
     assert links.violations() == []
     first.closed_s = 9.0
     assert [one.partition(":")[0] for one in links.violations()] == ["I15"]
+
+
+def test_times_to_the_first_text_are_told_of_quiet_streams_and_of_struck_ones():
+    def asked(began_s: float, seconds: float, *, is_stream: bool = True) -> ClientRequest:
+        one = ClientRequest(0, 0, 0, CASE, is_stream, began_s)
+        one.times = [began_s + seconds, began_s + 50.0]
+        return one
+
+    requests = [asked(at, 0.1 + at / 1000) for at in range(100)] + [asked(7.0, 5.0, is_stream=False)]
+    spans = [span("kill engine0", 50.0, 60.0)]  # those at 50 to 62 are struck
+    assert first_tokens(spans, requests) == (
+        "first text, p50 and p99: 0.14 s and 0.20 s of 87 quiet, 0.16 s and 0.16 s of 13 struck streams"
+    )
+    assert "none of 0 struck" in first_tokens([], requests)
 
 
 def test_a_stack_or_a_line_that_is_none_in_a_log_is_found(tmp_path: Path):

@@ -88,9 +88,10 @@ def engine(key: Path) -> Iterator[EngineCommand]:
         yield one
 
 
-def route(key: Path, *engines: EngineCommand, wait: bool = True) -> RunningServer:
+def route(key: Path, *engines: EngineCommand, wait: bool = True, num_fronts: int = 1) -> RunningServer:
     named = [word for one in engines for word in ("--engine", one.address)]
-    return RunningServer(wait=wait, command=[*MILLRACE, "route", "--port", "0", "--fleet-key-file", str(key), *named])
+    flags = ["--port", "0", "--fleet-key-file", str(key), "--front-processes", str(num_fronts)]
+    return RunningServer(wait=wait, command=[*MILLRACE, "route", *flags, *named])
 
 
 def asked(number: int, max_tokens: int) -> dict[str, Any]:
@@ -187,12 +188,39 @@ def test_an_engine_in_a_file_is_drained_by_its_address_and_its_streams_go_on(key
 
 
 @pytest.mark.skipif(not IS_FULL, reason="MILLRACE_FULL")
-def test_the_openai_client_talks_to_a_route_unchanged(key: Path) -> None:
+@pytest.mark.parametrize("num_fronts", [1, 2])
+def test_the_openai_client_talks_to_a_route_unchanged(key: Path, num_fronts: int) -> None:
     openai = pytest.importorskip("openai")
-    with EngineCommand(key) as one:
-        one.wait_until_ready()
-        with route(key, one) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-            (model,) = client.models.list().data
-            messages = [{"role": "user", "content": "Hello"}]
-            parts = client.chat.completions.create(model=model.id, messages=messages, max_tokens=8, stream=True)
-            assert sum(len(part.choices) for part in parts) > 1
+    with EngineCommand(key) as a, EngineCommand(key) as b:
+        a.wait_until_ready()
+        b.wait_until_ready()
+        with route(key, a, b, num_fronts=num_fronts) as server:
+            texts, messages = set(), [{"role": "user", "content": "Hello"}]
+            for _ in range(12):  # each over a connection of its own, to any front
+                with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+                    (model,) = client.models.list().data
+                    asked = {"model": model.id, "messages": messages, "max_tokens": 8, "temperature": 0.0}
+                    parts = [one.choices[0] for one in client.chat.completions.create(stream=True, **asked)]
+                    whole = client.chat.completions.create(**asked).choices[0].message.content
+                    assert "".join(part.delta.content or "" for part in parts) == whole and len(parts) > 1
+                    made = client.responses.create(model=model.id, input="Hello", max_output_tokens=8)
+                    assert client.responses.retrieve(made.id).output_text == made.output_text
+                    texts.add(whole)
+            assert len(texts) == 1
+            if num_fronts > 1:
+                assert {server.get("/health").json["front"] for _ in range(40)} == {0, 1}
+            for one in (a, b):
+                assert json.loads(one.page("/health")[1])["fronts"] == num_fronts
+
+
+@pytest.mark.skipif(not IS_FULL, reason="MILLRACE_FULL")
+def test_streams_of_two_fronts_on_one_port_go_on_when_an_engine_is_killed(key: Path) -> None:
+    with EngineCommand(key) as a, EngineCommand(key) as b:
+        a.wait_until_ready()
+        b.wait_until_ready()
+        with route(key, a, b, num_fronts=2) as server, ThreadPoolExecutor(16) as pool:
+            due = list(pool.map(lambda number: text_of(server, number, 400), range(8)))
+            asked = [pool.submit(text_of, server, number, 400) for number in range(16)]
+            until(lambda: all(json.loads(one.page("/health")[1])["requests"] > 3 for one in (a, b)))
+            a.process.kill()
+            assert [one.result() for one in asked] == due * 2

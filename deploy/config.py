@@ -122,6 +122,12 @@ class ServerConfig:
         0.0, "seconds after SIGTERM in which the server says that it is not ready, and still takes requests"
     )
 
+    link_timeout_s: float = _TIMEOUTS.setting(
+        10.0,
+        "seconds of silence after which a front and an engine are lost to each other; while other engines are heard, "
+        "requests leave a silent one sooner",
+    )
+
     ws_max_sockets: int = _WEBSOCKETS.setting(1024, "maximum open WebSockets; further ones are refused", unit="sockets")
     ws_max_streams: int = _WEBSOCKETS.setting(
         512, "maximum concurrent requests per WebSocket; further ones get 429", unit="requests"
@@ -168,6 +174,7 @@ class ServerConfig:
             "stalled_reader_s",
             "ws_ping_interval_s",
             "ws_resume_window_s",
+            "link_timeout_s",
             "stall_timeout_s",
             "flight_recorder_s",
         ):

@@ -191,7 +191,7 @@ def _add_engine(commands: Any) -> None:
     )
     fleet.add_argument("--drain-by", choices=("finish", "migrate"), default="finish", help=text)
     _add_common(engine)
-    _add_engine_flags(engine, LOGGING | {"shutdown_timeout_s"})
+    _add_engine_flags(engine, LOGGING | {"shutdown_timeout_s", "link_timeout_s"})
 
 
 def _add_route(commands: Any) -> None:

@@ -168,6 +168,7 @@ class Supervisor:
             folder=str(self._require_folder()),
             prefix_key=self._prefix_key,
             shutdown_timeout_s=self.plan.server_config.shutdown_timeout_s,
+            link_timeout_s=self.plan.server_config.link_timeout_s,
         )
         return [setup]
 

@@ -50,6 +50,7 @@ class CoreSetup:
     folder: str
     prefix_key: bytes
     shutdown_timeout_s: float
+    link_timeout_s: float
 
 
 @message

@@ -50,6 +50,10 @@ class Hosts(Protocol):
     def drain_themselves(self) -> bool:
         """Whether a process ends by itself when it is to drain; else this one ends it, and starts another."""
 
+    @property
+    def outlive_links(self) -> bool:
+        """Whether a process goes on without its link, and is reached again: else the end of the link ends it."""
+
     def present(self) -> Sequence[int]:
         """The places that are not free. Called before `follow`."""
 
@@ -94,7 +98,7 @@ MakeHosts = Callable[[EngineSetup], Hosts]
 class FixedHosts:
     """The part of `Hosts` where all processes are started by this one, and stay."""
 
-    drain_themselves = False
+    drain_themselves = outlive_links = False
 
     def places(self) -> Sequence[Place]:
         raise NotImplementedError

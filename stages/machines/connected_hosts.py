@@ -57,7 +57,7 @@ class ConnectedHosts:
     """See `Hosts`. An engine that is away is dialled until it is there again, with longer and longer pauses."""
 
     setting, inline = "--engine", "`millrace serve` on one machine"
-    drain_themselves = True
+    drain_themselves = outlive_links = True
 
     def __init__(
         self,
@@ -237,6 +237,8 @@ async def _answered(looks: Mapping[str, asyncio.Task[EngineReady]], period_s: fl
     return ready
 
 
-def hosts_of(members: Members, prefix_key: bytes | None) -> Callable[[EngineSetup], Hosts]:
+def hosts_of(
+    members: Members, prefix_key: bytes | None, link_timeout_s: float | None
+) -> Callable[[EngineSetup], Hosts]:
     """What a fleet of these engines makes its `Hosts` with."""
-    return lambda setup: ConnectedHosts(setup, members, prefix_key)
+    return lambda setup: ConnectedHosts(setup, members, prefix_key, link_timeout_s)

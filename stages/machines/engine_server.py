@@ -62,7 +62,7 @@ from .front_channels import FanOut, FrontRequests
 from .front_link import FrontLink
 
 MAX_FRONTS = 64
-LINK_TIMEOUT_S = 10.0  # without a sign of life of the other end; a front has the same
+LINK_TIMEOUT_S = 10.0  # without a sign of life of the other end, if nothing else was asked for
 KEYS_AT_ONCE = 4096  # of a message with the keys that are held already
 
 State = Literal["loading", "ready", "draining", "dead", "stopped"]

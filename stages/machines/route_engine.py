@@ -18,7 +18,7 @@ from ..split.protocol import EngineReady
 from ..split.remote_core import ReadText, RemoteCore, read_text_alone
 from .connected_hosts import check_alike, hosts_of
 from .engine_peers import EnginePeer, look_at
-from .engine_server import EngineServer
+from .engine_server import LINK_TIMEOUT_S, EngineServer
 from .membership import Members
 
 # settings of a front: the others are the engines'
@@ -34,7 +34,8 @@ class RouteEngine(Engine):
     """An `Engine` whose step loops are those of engines elsewhere. It takes requests while one of them serves.
 
     `config` is of `front_config`. `prefix_key` is that of the engines; None: the router does not know what they have
-    cached. `options` are those of `Engine`.
+    cached. An engine is lost after `link_timeout_s` of silence; while others are heard, its requests go to them sooner.
+    `options` are those of `Engine`.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class RouteEngine(Engine):
         members: Members | Sequence[EnginePeer],
         prefix_key: bytes | None = None,
         *,
+        link_timeout_s: float | None = LINK_TIMEOUT_S,
         warm_up: WarmUp | None = None,
         read_text: ReadText = read_text_alone,
         **options: Any,
     ) -> None:
         members = members if isinstance(members, Members) else Members.of(members)
-        processes = partial(FleetProcesses, make_hosts=hosts_of(members, prefix_key))
+        processes = partial(FleetProcesses, make_hosts=hosts_of(members, prefix_key, link_timeout_s))
         core = partial(RemoteCore, make_processes=processes, read_text=read_text, warm_up=warm_up)
         super().__init__(config, core=core, **options)
 

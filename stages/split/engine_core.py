@@ -36,8 +36,8 @@ START_FACTOR = 10.0
 STEPS_APART = 16  # from the last known step of an engine process to the first of the next; more than are in flight
 STOP_S = 10.0  # that an engine process may take to free everything
 SILENT_S = 1.0  # without an answer when the engine stops: then it is killed
-SILENT_CHECKS = 3  # without a message: then requests go to other engine processes, if there are any
-HANG_S = 30  # without a message from the engine process, while it has work: it is replaced
+SILENT_CHECKS = 3  # without an answer: then new requests go to other engine processes, if there are any
+HANG_S = 30  # without an answer of the engine process, while it has work: it is replaced
 
 MakeTokens = Callable[..., InboundChannel[StepTokens]]  # (name, capacity, clock, on_arrival)
 
@@ -107,7 +107,7 @@ class EngineCore:
         self._model_files: Mapping[str, str] | None = None  # digests of the files that the first process loaded
         self._start_limit_s = MIN_START_S
         self._next_check_s = 0.0
-        self._num_silent_checks = 0  # checks since the last message of the engine process
+        self._num_silent_checks = 0  # checks since the last answer of the engine process
 
     @property
     def is_serving(self) -> bool:
@@ -137,6 +137,7 @@ class EngineCore:
             self.tokens,
             self._receive,
             self._owner.module or MODULE,
+            on_answer=self._note_answer,
             on_lost=lambda: self._owner.core_lost(self),
             environment=self._environment,
             engine=self.index,
@@ -147,6 +148,7 @@ class EngineCore:
         setup = Setup(*made)
         ready = await client.start(setup, self.files)
         before, self.ready = self.ready, ready
+        self._num_silent_checks = 0
         self.has_come_back = before is not None and ready.instance == before.instance != ""
         if self._model_files is None:
             self._model_files = ready.files
@@ -238,11 +240,19 @@ class EngineCore:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the process has sent nothing for some seconds, though it was asked. It may hang, or be stopped."""
+        """Whether the process has answered nothing for some seconds. It may hang or be stopped, or a way there or back.
+
+        Reports come unasked, and do not count: they say nothing of whether requests reach the process.
+        """
         return self._num_silent_checks > SILENT_CHECKS
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether the process has answered the last check, if there was one."""
+        return self._num_silent_checks <= 1
+
     def is_due(self, has_work: bool) -> bool:
-        """Whether the process is to be checked now: once a second while there is work. Asks for a message of it."""
+        """Whether the process is to be checked now: once a second while there is work. Asks it for an answer."""
         if not has_work or self.keeper is None or not self.is_serving:
             self._num_silent_checks = 0
             return False
@@ -251,15 +261,21 @@ class EngineCore:
             return False
         self._next_check_s = now_s + 1.0
         self._num_silent_checks += 1
-        self.post(StatusQuery(-1, "books"))  # any message resets `_num_silent_checks`
+        self.post(StatusQuery(-1, "books"))  # any answer resets `_num_silent_checks`
         return True
+
+    def leave(self) -> None:
+        """Closes the link of a silent process, which is not killed: nothing of it comes any more."""
+        assert self.client is not None
+        self._num_silent_checks = 0
+        self.client.leave(f"no answer for {SILENT_CHECKS} s, while other engines are heard")
 
     def kill_if_stuck(self, stall: Stall | None) -> None:
         """Kills the process if it has been silent for too long, or for a `stall` of its stages."""
         if self._num_silent_checks <= HANG_S and stall is None:
             return
         assert self.client is not None
-        reason = f"no message for {HANG_S} s" if stall is None else stall.reason
+        reason = f"no answer for {HANG_S} s" if stall is None else stall.reason
         log.error("engine_process.killed", engine=self.index, pid=self.client.pid, reason=reason)
         self._num_silent_checks = 0
         self.client.kill()
@@ -269,5 +285,7 @@ class EngineCore:
         self._table.note(step, self.index)
 
     def _receive(self, word: Any) -> None:
-        self._num_silent_checks = 0
         self._owner.receive(self, word)
+
+    def _note_answer(self) -> None:
+        self._num_silent_checks = 0

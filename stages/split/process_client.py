@@ -45,8 +45,8 @@ class EngineClient:
     """One engine process. Call `start` once.
 
     `died` resolves with how it ended, unless `stop` was called. `on_lost` is called before, when nothing comes from it
-    any more. `environment` is added to that of this process. `engine` is its index, for the log. `start_host` starts
-    the process in another way than as a child of this one.
+    any more, and `on_answer` with each answer to a question. `environment` is added to that of this process. `engine`
+    is its index, for the log. `start_host` starts the process in another way than as a child of this one.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class EngineClient:
         on_message: Callable[[Any], None],
         module: str = MODULE,
         *,
+        on_answer: Callable[[], object] = lambda: None,
         on_lost: Callable[[], object] = lambda: None,
         environment: Mapping[str, str] = MappingProxyType({}),
         engine: int = 0,
@@ -65,7 +66,7 @@ class EngineClient:
         self._tokens = tokens
         self._on_message = on_message
         self._module = module
-        self._on_lost = on_lost
+        self._on_answer, self._on_lost = on_answer, on_lost
         self._environment = environment
         self._engine = engine
         self._start_host = start_host
@@ -155,6 +156,12 @@ class EngineClient:
             self._link.close()  # first: so an engine elsewhere is not taken for stuck
         self.kill()
 
+    def leave(self, reason: str) -> None:
+        """Closes the link, as if it had broken. Nothing of the process comes any more, also if it goes on."""
+        if self._link is not None and self._link.is_open:
+            self._link.close()
+            self._lost(LinkError(reason))
+
     async def stop(self, timeout_s: float) -> None:
         """Asks the process to end, and kills it after `timeout_s`. Idempotent, also after its death."""
         self._is_stopping = True
@@ -178,6 +185,7 @@ class EngineClient:
     def _receive(self, word: Any) -> None:
         match word:
             case StatusReply():
+                self._on_answer()
                 answer = self._pending_answers.get(word.number)
                 if answer is not None and not answer.done():
                     if word.error is None:

@@ -100,6 +100,9 @@ class Processes(Protocol):
     def stall_of(self, core: EngineCore, pipeline: Pipeline) -> Stall | None:
         """Where a process has made no progress for `STALL_S`."""
 
+    def may_leave(self, core: EngineCore) -> bool:
+        """Whether the link of a silent process is closed now, so that its requests go on in others."""
+
     def by_core(self, causes: dict[int, str], gone: Gone) -> Iterable[tuple[EngineCore, dict[int, str]]]:
         """The causes for the sequences of each process; `gone` are requests that the table does not have any more."""
 
@@ -202,6 +205,9 @@ class OneProcess:
 
     def stall_of(self, core: EngineCore, pipeline: Pipeline) -> Stall | None:
         return find_stall(pipeline, STALL_S)
+
+    def may_leave(self, core: EngineCore) -> bool:
+        return False
 
     def by_core(self, causes: dict[int, str], gone: Gone) -> Iterable[tuple[EngineCore, dict[int, str]]]:
         return [(self._core, causes)] if causes else []

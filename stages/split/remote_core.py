@@ -282,6 +282,9 @@ class RemoteCore:
         for core in self.processes.cores:
             if not core.is_due(has_work):
                 continue
+            if core.is_silent and self.processes.may_leave(core):
+                core.leave()
+                continue
             if find_stall(pipeline, SUSPECT_S) is None:
                 pipeline.stacks_elsewhere = []
             elif self._stack_refresh is None or self._stack_refresh.done():

@@ -191,7 +191,7 @@ class FleetWorld(World):
             self.engine.core.check_processes(0.0)
             for child in self.children:  # the watch of a pipeline does not tick in virtual time
                 if not child.is_killed:
-                    child.process._report_to_router()
+                    child.report()
             self.check_owners()
 
     # -- strikes
@@ -210,13 +210,14 @@ class FleetWorld(World):
         }
         busiest = max(loads, key=lambda index: (loads[index].num_requests, index))
         core = self.engine.core.processes.cores[busiest if strike.core is None else strike.core]
-        child = None if core.client is None else core.client._child
+        child = self.child_of(core)
         if strike.kind == "start.fails":
             self.num_starts_to_fail = min(MAX_FAILED_STARTS, self.num_starts_to_fail + 1)
             if child is not None:
-                child.kill()  # type: ignore[attr-defined]
-        if not isinstance(child, FleetChild):
+                child.kill()
+        if child is None or (ends := self.ends_of(core)) is None:
             return
+        sock, theirs = ends
         self.strikes[strike.kind] += 1
         self.env.note("strike", strike.kind, core.index)
         match strike.kind:
@@ -228,22 +229,41 @@ class FleetWorld(World):
             case "front.slow":
                 self.slow_until_s = self.env.now() + min(strike.seconds, 1.0)
             case "link.cut":
-                child.theirs.cut()
+                theirs.cut()
             case "link.half" | "core.slow":
-                child.sock.hold(strike.seconds if strike.kind == "link.half" else min(strike.seconds, 1.0))
+                sock.hold(strike.seconds if strike.kind == "link.half" else min(strike.seconds, 1.0))
             case "link.stall":
-                child.theirs.hold(min(strike.seconds, 20.0))
+                theirs.hold(min(strike.seconds, 20.0))
             case "link.partition":
-                child.sock.hold(strike.seconds)
-                child.theirs.hold(strike.seconds)
+                sock.hold(strike.seconds)
+                theirs.hold(strike.seconds)
+                self.note_partition(child, strike.seconds)
 
-    def note_step(self, child: FleetChild, grant: Any) -> None:
+    def child_of(self, core: EngineCore) -> Any:
+        """The process of a core, or None."""
+        child: Any = None if core.client is None else core.client._child
+        return child if isinstance(child, FleetChild) else None
+
+    def ends_of(self, core: EngineCore) -> tuple[Any, Any] | None:
+        """Both ends of the connection to a process, or None."""
+        child = self.child_of(core)
+        return None if child is None else (child.sock, child.theirs)
+
+    def requests_in(self, core: EngineCore) -> set[str]:
+        """The requests that a process knows from its present link."""
+        child = self.child_of(core)
+        return set() if child is None else set(child.process._exit.live)
+
+    def note_partition(self, child: Any, seconds: float) -> None:
+        """Nothing passes to and from a process for so long."""
+
+    def note_step(self, child: Any, grant: Any) -> None:
         """A step begins: it ends the process if it starts the poison."""
         poison = self.drawn.poison
         if (
             not child.is_killed
             and poison is not None
-            and any(started.request_id == poison for started in grant.started)
+            and any(child.name_of(started.request_id) == poison for started in grant.started)
         ):
             self.kills[poison] += 1
             self.strikes[POISON] += 1
@@ -257,10 +277,9 @@ class FleetWorld(World):
     def check_owners(self) -> None:
         """I15 and I18."""
         owners: Counter[str] = Counter()
-        for child in self.children:
-            core = next((core for core in self.engine.core.processes.cores if _child_of(core) is child), None)
-            if core is not None and core.client is not None and core.client.is_open:
-                owners.update(child.process._exit.live.keys() & self.parts.exit.live.keys())
+        for core in self.engine.core.processes.cores:
+            if core.client is not None and core.client.is_open:
+                owners.update(self.requests_in(core) & self.parts.exit.live.keys())
         several = [request_id for request_id, count in owners.items() if count > 1]
         _note(self, not several, f"I15: {several} are in several processes at once")
         for core in self.engine.core.processes.cores:
@@ -291,7 +310,7 @@ class FleetWorld(World):
         _require(not any(one["num_requests"] or one["work"] for one in engine.engines), f"I16: {engine.engines}")
         _require(not self.parts.detokenize.num_sequences, "I16: detokenize still knows sequences")
         for core in engine.core.processes.cores:
-            child = _child_of(core)
+            child = self.child_of(core)
             if child is None or not core.is_serving:
                 continue
             process, where = child.process, f"I16: process {core.index}"
@@ -347,23 +366,35 @@ class FleetChild(MemoryChild):
         self.theirs.cut()
         super().kill()
 
+    def report(self) -> None:
+        """Tells the front what its router asks."""
+        self.process._report_to_router()
+
+    def name_of(self, request_id: str) -> str:
+        """The front's name of a request."""
+        return request_id
+
     def _load(self, config: EngineConfig, env: Any, phases: Any) -> Any:
-        world = self.world
-        world.num_loads += 1
-        if world.num_loads > config.data_parallel_size and world.num_starts_to_fail:
-            world.num_starts_to_fail -= 1
-            raise OSError(12, "Cannot allocate memory")
-        make = _async_model if world.setup.is_async else _model
-        self.model = make(config, world.script, world.env)
-        device = _device(self.model)
-        forward = device.forward
+        return load_scripted(self.world, self, config, config.data_parallel_size)
 
-        def note_and_forward(grant: Any, run: Any) -> Any:
-            world.note_step(self, grant)
-            return forward(grant, run)
 
-        device.forward = note_and_forward  # type: ignore[method-assign]
-        return _loaded(config, self.model), device
+def load_scripted(world: FleetWorld, child: Any, config: EngineConfig, num_first: int) -> Any:
+    """A scripted model and its device for a process. Raises OSError for a start that is to fail; none of the first."""
+    world.num_loads += 1
+    if world.num_loads > num_first and world.num_starts_to_fail:
+        world.num_starts_to_fail -= 1
+        raise OSError(12, "Cannot allocate memory")
+    make = _async_model if world.setup.is_async else _model
+    child.model = make(config, world.script, world.env)
+    device = _device(child.model)
+    forward = device.forward
+
+    def note_and_forward(grant: Any, run: Any) -> Any:
+        world.note_step(child, grant)
+        return forward(grant, run)
+
+    device.forward = note_and_forward  # type: ignore[method-assign]
+    return _loaded(config, child.model), device
 
 
 class SimFleet(Engine):
@@ -377,27 +408,31 @@ class SimFleet(Engine):
         processes = partial(FleetProcesses, make_hosts=SimHosts)
         core = partial(RemoteCore, make_processes=processes, read_text=read_text, warm_up=None)
         super().__init__(_resolved(config, {}), core=core, env=env)
-        table: Any = self.core.processes.table
-        table.group_from = world.drawn.group_from
-        note, note_death, sent = table.note, table.note_death, table.sent
+        watch_requests(self, world)
 
-        def note_and_check(step: StepTokens, core: int = 0) -> None:
-            world.note_tokens(step, core)
-            note(step, core)
 
-        def note_guilty(core: int = 0) -> str | None:
-            guilty = note_death(core)
-            _note(world, table.is_idle(core), f"I15: requests are left in the lost process {core}")
-            if guilty is not None:
-                world.guilty.add(guilty)
-            return guilty
+def watch_requests(engine: Any, world: FleetWorld) -> None:
+    """Checks what the front's table of requests is told."""
+    table = engine.core.processes.table
+    table.group_from = world.drawn.group_from
+    note, note_death, sent = table.note, table.note_death, table.sent
 
-        def check_and_send(request: TokenRequest, core: int | None = 0) -> None:
-            sent(request, core)
-            world.check_owners()
+    def note_and_check(step: StepTokens, core: int = 0) -> None:
+        world.note_tokens(step, core)
+        note(step, core)
 
-        table.note, table.note_death = note_and_check, note_guilty  # type: ignore[method-assign]
-        table.sent = check_and_send  # type: ignore[method-assign]
+    def note_guilty(core: int = 0) -> str | None:
+        guilty: str | None = note_death(core)
+        _note(world, table.is_idle(core), f"I15: requests are left in the lost process {core}")
+        if guilty is not None:
+            world.guilty.add(guilty)
+        return guilty
+
+    def check_and_send(request: TokenRequest, core: int | None = 0) -> None:
+        sent(request, core)
+        world.check_owners()
+
+    table.note, table.note_death, table.sent = note_and_check, note_guilty, check_and_send
 
 
 class SimHosts(HereHosts):
@@ -408,23 +443,20 @@ class SimHosts(HereHosts):
         self._places = [Place(setup.config)] * setup.config.data_parallel_size
 
 
-def _child_of(core: EngineCore) -> FleetChild | None:
-    child: Any = None if core.client is None else core.client._child
-    return child if isinstance(child, FleetChild) else None
-
-
 def _note(world: FleetWorld, is_true: bool, complaint: str) -> None:
     """Ends the run unless it is true. Raised where it is seen, it would look like a bug of the code there."""
     if not is_true:
         world.fail(Broken(complaint))
 
 
-def run_fleet_seed(seed: int, *, keep_trace: bool = False) -> SimResult[Report]:
+def run_fleet_seed(
+    seed: int, *, keep_trace: bool = False, make_world: type[FleetWorld] = FleetWorld, flags: str = ""
+) -> SimResult[Report]:
     """Runs the fleet of `seed`. Raises `Broken` or another error, with a note on how to repeat the run."""
     drawn = draw_fleet(seed)
 
     async def main(env: SimEnv) -> Report:
-        return await FleetWorld(drawn, env).live()
+        return await make_world(drawn, env).live()
 
     try:
         with captured_logs():
@@ -442,6 +474,6 @@ def run_fleet_seed(seed: int, *, keep_trace: bool = False) -> SimResult[Report]:
             )
         _require(not result.leaked_tasks, f"I7: tasks outlived the run: {result.leaked_tasks}")
     except BaseException as error:
-        error.add_note(f"again: python -m tests.simulation.run --fleet --seed {seed}")
+        error.add_note(f"again: python -m tests.simulation.run --fleet{flags} --seed {seed}")
         raise
     return result

@@ -11,6 +11,8 @@ import numpy as np
 from pytest import MonkeyPatch
 
 from millrace.runtime.channel import Channel
+from millrace.runtime.processes.frames import LinkError
+from millrace.runtime.processes.link import Link
 from millrace.stages.fleet.fleet_requests import FleetRequests
 from millrace.stages.fleet.merged_channel import CoreEnd, CoreTokens, MergedChannel
 from millrace.stages.fleet.resuming import Resuming
@@ -18,6 +20,7 @@ from millrace.stages.fleet.stage import Merge
 from millrace.stages.split.process_client import EngineClient
 from millrace.stages.split.remote_core import RemoteCore
 from tests.simulation.fleet import run_fleet_seed
+from tests.simulation.machines import run_machines_seed
 from tests.simulation.planting import Bug, changed
 
 
@@ -164,6 +167,25 @@ def all_suspects_at_once() -> AbstractContextManager[None]:
     return changed(Resuming, "_try", change)
 
 
+def silent_link_left_open() -> AbstractContextManager[None]:
+    """The requests of a silent machine move, and its link stays open."""
+
+    def change(leave: Any) -> Any:
+        return lambda self, reason: self._lost(LinkError(reason))
+
+    return changed(EngineClient, "leave", change)
+
+
+def silent_link_never_closed() -> AbstractContextManager[None]:
+    """A machine counts as lost when its link has been silent for long, and the link stays open."""
+
+    def change(lose: Any) -> Any:
+        return lambda self, error: self._on_lost(error)
+
+    return changed(Link, "_lose", change)
+
+
+MACHINE_BUGS: dict[str, Bug] = {bug.__name__: bug for bug in (silent_link_left_open, silent_link_never_closed)}
 FLEET_BUGS: dict[str, Bug] = {
     bug.__name__: bug
     for bug in (
@@ -183,10 +205,11 @@ FLEET_BUGS: dict[str, Bug] = {
 
 def find_fleet_bug(name: str, seeds: Iterable[int]) -> tuple[int, str] | None:
     """The first seed that finds the planted bug, and what it says; or None."""
-    with FLEET_BUGS[name]():
+    run_seed = run_machines_seed if name in MACHINE_BUGS else run_fleet_seed
+    with (FLEET_BUGS | MACHINE_BUGS)[name]():
         for seed in seeds:
             try:
-                run_fleet_seed(seed)
+                run_seed(seed)
             except Exception as error:
                 assert not isinstance(error, (AttributeError, TypeError, NameError)), "the bug itself is broken"
                 return seed, f"{type(error).__name__}: {str(error).splitlines()[0]}"

@@ -41,6 +41,7 @@ class MemorySocket:
         self._received = bytearray()
         self._has_ended = self._is_due = False
         self._held_until = 0.0  # nothing is read before
+        self.holds_end = False  # nor the end of the stream
 
     @classmethod
     def pair(cls, loop: asyncio.AbstractEventLoop, dice: Random) -> tuple[MemorySocket, MemorySocket]:
@@ -69,6 +70,15 @@ class MemorySocket:
         del self._received[:most]
         return data
 
+    def fileno(self) -> int:
+        """As of a socket; only its sign is asked for."""
+        assert self.peer is not None
+        return -1 if self.peer._has_ended else 0
+
+    def shutdown(self, how: int) -> None:
+        """In both directions."""
+        self.cut()
+
     def close(self) -> None:
         assert self.peer is not None
         self.peer._has_ended = True
@@ -81,7 +91,7 @@ class MemorySocket:
         self.close()
 
     def hold(self, seconds: float) -> None:
-        """Nothing is read here for so long, or until the other end closes."""
+        """Nothing is read here for so long, or until the other end closes, unless `holds_end`."""
         self._held_until = self._loop.time() + seconds
         self._wake()
 
@@ -92,7 +102,7 @@ class MemorySocket:
 
     def _read(self) -> None:
         self._is_due = False
-        if not self._has_ended and (left_s := self._held_until - self._loop.time()) > 0:
+        if (self.holds_end or not self._has_ended) and (left_s := self._held_until - self._loop.time()) > 0:
             self._is_due = True
             self._loop.call_later(min(left_s, HELD_S), self._read)
             return
@@ -131,24 +141,28 @@ class MemoryChild:
         self._task.cancel()
 
 
-def _env_of_a_process(env: SimEnv) -> SimEnv:
+def env_of_a_process(env: SimEnv) -> SimEnv:
     """The same loop, clock and dice; workers of its own, which end with the process."""
     own = copy(env)
     own._workers, own._pool = {}, None
     return own
 
 
+def take_memory_sockets(loop: Any) -> None:
+    """From now on the loop takes a `MemorySocket` where it takes a socket."""
+    loop.add_reader = lambda sock, callback: setattr(sock, "on_readable", callback)
+    loop.remove_reader = lambda sock: setattr(sock, "on_readable", None)
+
+
 @contextlib.contextmanager
 def in_memory(env: SimEnv, load: Load, kind: type[MemoryChild] = MemoryChild) -> Iterator[None]:
     """Split engines on `env` have engine processes in memory, which get their models from `load`."""
     child = type("Child", (kind,), {"env": env, "load": staticmethod(load)})
-    loop: Any = env.loop
-    loop.add_reader = lambda sock, callback: setattr(sock, "on_readable", callback)
-    loop.remove_reader = lambda sock: setattr(sock, "on_readable", None)
+    take_memory_sockets(env.loop)
     with (
         patch.object(process_client, "Child", child),
         patch.object(engine_core, "NUM_RINGS", 0),
-        patch.object(engine_process, "LiveEnv", lambda: _env_of_a_process(env)),
+        patch.object(engine_process, "LiveEnv", lambda: env_of_a_process(env)),
         patch.object(engine_process, "end_with_parent", lambda sock: None),
         patch.object(engine_process, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None)),
         patch.object(engine, "gc", SimpleNamespace(collect=lambda: 0)),  # a collection takes longer than a run

@@ -5,6 +5,7 @@ The first failing seed is minimised: the clients and faults that are left are pr
 With `--lanes 2 3 4` each seed with decoding rows dealt over these numbers of lanes, as by ranks of layers.
 With `--late 1 2 4` on an asynchronous device, each seed with each of these numbers of steps in flight. With `--fleet` a
 fleet of engine processes (`fleet.py`), without minimising; `--fleet --bugs` plants bugs and says which seeds find them.
+With `--fleet --machines` a front whose engines are on machines of their own (`machines.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from dataclasses import asdict
 from functools import partial
 from itertools import product
 
+from millrace.runtime.simulation.run import SimResult
 from tests.simulation.fleet import run_fleet_seed
-from tests.simulation.fleet_bugs import FLEET_BUGS, find_fleet_bug
+from tests.simulation.fleet_bugs import FLEET_BUGS, MACHINE_BUGS, find_fleet_bug
+from tests.simulation.machines import run_machines_seed
 from tests.simulation.minimise import Part, minimise
 from tests.simulation.setups import FAULTS, SETTLE_FAULT, Setup, draw_setup, in_lanes, on_streams
-from tests.simulation.world import run_seed
+from tests.simulation.world import Report, run_seed
 
 Change = Callable[[Setup], Setup]
 
@@ -40,14 +43,18 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", metavar="NAME", help="of --seed, these faults only; none: none")
     parser.add_argument("--max-failures", type=int, default=5)
     parser.add_argument("--fleet", action="store_true", help="several engine processes behind one front")
+    parser.add_argument(
+        "--machines", action="store_true", help="with --fleet: the engines are on machines of their own"
+    )
     parser.add_argument("--bugs", nargs="*", metavar="NAME", help="with --fleet: plant these, or all, and find them")
     options = parser.parse_args()
     if options.fleet:
         first, count = (options.first, options.seeds) if options.seed is None else (options.seed, 1)
         seeds = range(first, first + count)
         if options.bugs is not None:
-            return find_fleet_bugs(options.bugs or list(FLEET_BUGS), seeds)
-        return run_fleets(seeds, options.max_failures, is_traced=options.trace)
+            return find_fleet_bugs(options.bugs or list(MACHINE_BUGS if options.machines else FLEET_BUGS), seeds)
+        run_one_fleet = run_machines_seed if options.machines else run_fleet_seed
+        return run_fleets(seeds, options.max_failures, run_one_fleet, is_traced=options.trace)
 
     changes: list[Change] = [partial(on_streams, steps_in_flight=count) for count in options.late or ()]
     changes += [partial(in_lanes, num_lanes=count) for count in options.lanes or ()]
@@ -126,13 +133,15 @@ def run_many(seeds: range, changes: Sequence[Change], max_failures: int) -> int:
     return 1 if failures else 0
 
 
-def run_fleets(seeds: range, max_failures: int, *, is_traced: bool = False) -> int:
+def run_fleets(
+    seeds: range, max_failures: int, run_seed: Callable[..., SimResult[Report]], *, is_traced: bool = False
+) -> int:
     """Prints totals of fleets, and each failing seed with the command that repeats it."""
     failures, num_done = 0, 0
     states, outcomes = Counter[str](), Counter[str]()
     for seed in seeds:
         try:
-            result = run_fleet_seed(seed, keep_trace=is_traced)
+            result = run_seed(seed, keep_trace=is_traced)
         except Exception as error:
             failures += 1
             print(

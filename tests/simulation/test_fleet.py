@@ -15,12 +15,14 @@ import pytest
 
 from tests.counts import count
 from tests.simulation.fleet import POISON, STRIKES, run_fleet_seed
-from tests.simulation.fleet_bugs import FLEET_BUGS, find_fleet_bug
+from tests.simulation.fleet_bugs import FLEET_BUGS, MACHINE_BUGS, find_fleet_bug
+from tests.simulation.machines import run_machines_seed
 
 pytestmark = [pytest.mark.simulation, pytest.mark.slow]
 
 IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
 NUM_SEEDS = count(5, 500)
+NUM_MACHINE_SEEDS = count(3, 500)
 MAX_SEEDS_TO_FIND = 1_000
 FOUND_BY = {  # seeds that found the bug at the last search, tried first
     "resumed_from_the_start": (1,),
@@ -43,7 +45,16 @@ def test_every_seed_of_a_fleet_keeps_the_invariants() -> None:
         assert not spared, f"what hardly ever strikes: {spared} in {dict(states)}"
 
 
-@pytest.mark.parametrize("name", FLEET_BUGS if IS_FULL else IN_CI)
+def test_every_seed_of_engines_on_machines_of_their_own_keeps_the_invariants() -> None:
+    states = Counter[str]()
+    for seed in range(NUM_MACHINE_SEEDS):
+        states += run_machines_seed(seed).value.states
+    if IS_FULL:
+        spared = [name for name in (*STRIKES, POISON, "silent") if states[name] < NUM_MACHINE_SEEDS // 100]
+        assert not spared, f"what hardly ever strikes: {spared} in {dict(states)}"
+
+
+@pytest.mark.parametrize("name", [*FLEET_BUGS, *MACHINE_BUGS] if IS_FULL else IN_CI)
 def test_a_bug_planted_into_a_fleet_is_found(name: str) -> None:
     found = find_fleet_bug(name, (*FOUND_BY.get(name, ()), *range(MAX_SEEDS_TO_FIND)))
     assert found is not None, f"{name} stayed hidden for {MAX_SEEDS_TO_FIND} seeds"

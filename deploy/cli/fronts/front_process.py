@@ -137,7 +137,8 @@ def _router(member: FrontMember, setup: FrontSetup) -> RoutedEngine:
         return TcpPeer(address, key, tls, partial(certified_name, sources, address))
 
     prefix = prefix_key(key) if setup.prefix_key is None else setup.prefix_key
-    return RoutedEngine(setup.engine_config, Members(sources, make_peer), prefix)
+    members = Members(sources, make_peer)
+    return RoutedEngine(setup.engine_config, members, prefix, setup.server_config.link_timeout_s)
 
 
 def _source(index: int, text: str) -> EngineSource:

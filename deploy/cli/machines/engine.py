@@ -58,7 +58,7 @@ async def _live(
 ) -> tuple[int, bool]:
     manager = ServiceManager.take(os.environ)
     env = LiveEnv(config.seed)
-    engine = EngineServer(config, env, prefix_key=prefix_key(key))
+    engine = EngineServer(config, env, prefix_key=prefix_key(key), link_timeout_s=server_config.link_timeout_s)
     listener = _listener(address, key, tls, engine)
     config.check_files()
     await _check_free(listener)

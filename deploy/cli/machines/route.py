@@ -31,15 +31,19 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     if server_config.mode != "auto":
         raise ConfigError(f"mode = {server_config.mode}: the engines of a front are processes elsewhere; leave it out")
     members = Members(sources, lambda address: TcpPeer(address, key, tls, partial(certified_name, sources, address)))
-    make_engine = partial(RoutedEngine, members=members, prefix_key=prefix_key(key))
+    timeout_s, prefix = server_config.link_timeout_s, prefix_key(key)
+    make_engine = partial(RoutedEngine, members=members, prefix_key=prefix, link_timeout_s=timeout_s)
     return run_with(options, engine_config, server_config, make_engine)
 
 
 class RoutedEngine:
     """A `RouteEngine`, once an engine was reached: what that is decides its settings."""
 
-    def __init__(self, config: EngineConfig, members: Members, prefix_key: bytes | None) -> None:
+    def __init__(
+        self, config: EngineConfig, members: Members, prefix_key: bytes | None, link_timeout_s: float | None
+    ) -> None:
         self._config, self._members, self._prefix_key = config, members, prefix_key
+        self._link_timeout_s = link_timeout_s
         self._engine: RouteEngine | None = None
 
     async def __aenter__(self) -> Engine:
@@ -47,7 +51,7 @@ class RoutedEngine:
         while True:
             ready = await look_at_first(self._members)
             config = front_config(self._config, ready, len(self._members.peers))
-            engine = RouteEngine(config, self._members, self._prefix_key)
+            engine = RouteEngine(config, self._members, self._prefix_key, link_timeout_s=self._link_timeout_s)
             try:
                 await engine.__aenter__()
             except EngineDied as error:  # since it was looked at

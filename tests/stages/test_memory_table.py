@@ -261,6 +261,15 @@ def test_a_cache_with_windows_holds_more_tokens_and_says_how_many_times_as_many(
     assert told["num_slabs"] * told["slab_bytes"] == row.num_bytes
 
 
+@pytest.mark.parametrize("length", [32_768, 131_072])
+def test_the_shape_of_gpt_oss_20b_holds_almost_twice_the_tokens(length):
+    half = 12 * 2 * 8 * 64 * 2 * 16  # bytes: 12 layers, K and V, 8 heads of 64 numbers of 2 bytes, 16 tokens
+    full = KVKind("full", tuple(range(1, 24, 2)), None, 8, 64, 64, half)
+    window = KVKind("window", tuple(range(0, 24, 2)), 128, 8, 64, 64, half)
+    uniform = 4_000_000_000 // (2 * half) * 16
+    assert 1.98 < KVLayout.of([full, window], 16, 4_000_000_000).num_tokens_at(length) / uniform < 2
+
+
 def test_layers_that_read_anothers_cache_are_named_as_of_no_memory():
     def shared(num_bytes: int, length: int) -> KVLayout:
         layout = windowed(num_bytes, length)

@@ -6,14 +6,12 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PARTS = ("runtime", "kernels", "model", "stages", "deploy")
-COOKBOOK = "deploy/cookbook"  # packages of their own
+from tests.test_layout import trees
+
 PRIVATE_WORDS = {
     "bell", "bells", "books", "crew", "door", "entrance", "followers", "holdings", "lead", "lineup", "lives", "mirror",
     "news", "oversight", "party", "playhead", "pressure", "reel", "seat", "sharing", "tally", "told", "veil", "wish",
@@ -21,27 +19,19 @@ PRIVATE_WORDS = {
 }  # fmt: skip
 
 
-@cache
-def sources() -> dict[Path, str]:
-    """Every module of the product, by its path from the root."""
-    files = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
-    own = [path for path in files if not path.is_relative_to(ROOT / COOKBOOK)]
-    return {path.relative_to(ROOT): path.read_text("utf-8") for path in own}
-
-
-def class_names(texts: Mapping[Path, str]) -> dict[str, list[Path]]:
+def class_names(modules: Mapping[Path, ast.Module]) -> dict[str, list[Path]]:
     """The files that define each top-level class."""
     found: dict[str, list[Path]] = defaultdict(list)
-    for path, text in texts.items():
-        for node in ast.parse(text).body:
+    for path, tree in modules.items():
+        for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(path)
     return found
 
 
-def defined_twice(texts: Mapping[Path, str]) -> list[str]:
+def defined_twice(modules: Mapping[Path, ast.Module]) -> list[str]:
     """A line for each class name with more than one definition."""
-    names = class_names(texts).items()
+    names = class_names(modules).items()
     return [f"{name}: {', '.join(map(str, paths))}" for name, paths in sorted(names) if len(paths) > 1]
 
 
@@ -56,21 +46,21 @@ def private(names: Iterable[str]) -> list[str]:
 
 
 def test_a_class_name_exists_once_in_the_product() -> None:
-    assert defined_twice(sources()) == []
+    assert defined_twice(trees()) == []
 
 
 def test_a_second_class_of_a_name_is_noticed() -> None:
-    first = next(name for name, paths in class_names(sources()).items() if paths)
-    planted = {**sources(), Path("stages/planted.py"): f"class {first}:\n    pass\n"}
+    first = next(name for name, paths in class_names(trees()).items() if paths)
+    planted = {**trees(), Path("stages/planted.py"): ast.parse(f"class {first}:\n    pass\n")}
     assert [line.split(":")[0] for line in defined_twice(planted)] == [first]
 
 
 def test_no_class_has_a_private_word_in_its_name() -> None:
-    assert private(class_names(sources())) == []
+    assert private(class_names(trees())) == []
 
 
 def test_no_module_has_a_private_word_in_its_name() -> None:
-    assert private({part for path in sources() for part in path.with_suffix("").parts}) == []
+    assert private({part for path in trees() for part in path.with_suffix("").parts}) == []
 
 
 @pytest.mark.parametrize("name", ["BellTower", "Holdings", "_Tally", "line_bells", "playhead", "SharedBell"])

@@ -10,7 +10,7 @@ from millrace.deploy.ray.ray_engine import RayEngine
 from millrace.stages.engine.engine import Engine
 from millrace.stages.fleet.fleet_engine import FleetEngine
 from millrace.stages.split.split_engine import SplitEngine
-from tests.test_layout import trees
+from tests.test_layout import name_of, trees
 
 READERS = ("stages/engine", "stages/split", "stages/fleet", "deploy")
 PARTS = ("Stages", "Core", "Processes", "Engine", "Scheduler", "Pipeline", "StageRunner")  # ends of the types' names
@@ -29,8 +29,8 @@ def test_no_code_asks_for_the_class_of_an_engines_parts_or_casts_them() -> None:
         if not path.as_posix().startswith(READERS):
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("cast", "typing.cast", "isinstance"):
-                kinds = ast.unparse(node.args[int(ast.unparse(node.func) == "isinstance")])
+            if isinstance(node, ast.Call) and name_of(node.func) in ("cast", "typing.cast", "isinstance"):
+                kinds = ast.unparse(node.args[int(name_of(node.func) == "isinstance")])
                 if kinds.strip("'\"[]").endswith(PARTS):
                     wrong.append(f"{path}:{node.lineno} {ast.unparse(node)}")
     assert not wrong, wrong

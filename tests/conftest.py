@@ -15,16 +15,15 @@ from hypothesis import settings
 from millrace.kernels.native import build, machine
 from millrace.runtime.env import log
 from tests.counts import FULL
+from tests.native_builds import quicken
 from tests.thinned import dropped
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # one of several beside each other: torch's threads would fight for the cores
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # beside other workers, torch's threads would fight for the cores
+    gc.disable()  # until all tests are collected: what that makes stays
 
-# The library of the best instruction set is the one that users get, or `pip install` has compiled. Those of the others
-# are compiled for the tests alone: in a third less time, to the same bits, as each operation is rounded as written.
-for name in build.FLAGS if not FULL else ():
-    if name not in machine.instruction_sets()[:1]:
-        build.FLAGS[name] = [*build.FLAGS[name], "-O1"]
+if not FULL:
+    quicken(build.FLAGS, machine.instruction_sets())
 
 settings.register_profile("millrace", deadline=None, derandomize=not FULL, print_blob=True)
 settings.load_profile("millrace")
@@ -49,6 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What all tests have imported stays: no collection of garbage looks at it again, which takes half a second."""
     gc.freeze()
+    gc.enable()
 
 
 class Imported:

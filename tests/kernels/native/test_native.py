@@ -21,10 +21,10 @@ from millrace.kernels.native.shape import DType, Longs, Quantization
 from millrace.kernels.native.thread_throttle import ThreadThrottle
 from tests.counts import FULL
 from tests.kernels.native_oracle import SMALL, Checkpoint, Run, small_shape
+from tests.native_builds import tested
 
-# The best set and the plainest: those between are each a library to build, of the same code.
 FOUND = machine.instruction_sets()
-AVAILABLE = FOUND if FULL else tuple(dict.fromkeys((*FOUND[:1], *FOUND[-1:])))
+AVAILABLE = FOUND if FULL else tested(FOUND)
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 
 # Each of them is forced in turn. "avx512_bf16" runs where the processor multiplies bfloat16.

@@ -97,8 +97,7 @@ BELOW = {
     "stages/loading stages/engine",
     "stages/fleet": "stages stages/allocate stages/engine stages/executor stages/exit stages/grammar stages/intake "
     "stages/routing stages/split",
-    "stages/machines": "stages stages/allocate stages/device stages/engine stages/executor stages/fleet "
-    "stages/recordings stages/routing stages/split",
+    "stages/machines": "stages stages/device stages/engine stages/executor stages/fleet stages/routing stages/split",
     "stages/testing/scripted": "stages stages/allocate stages/device stages/grammar stages/schedule stages/sample "
     "stages/backends/cuda stages/engine",
     "stages/testing": "stages/testing/scripted",

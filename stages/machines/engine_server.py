@@ -11,38 +11,28 @@ import gc
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.health.flight_recorder import stack_of
-from ...runtime.pipeline import Pipeline
 from ...runtime.processes.transport import Transport
 from ...runtime.processes.type_fields import VersionError
 from ...runtime.processes.wire import WireError
 from ...runtime.startup.load_progress import LoadProgress
 from ...runtime.startup.phases import Phases
-from ...runtime.trace.tracer import Tracer
-from ..allocate.prefix_tree import read_prefix_tree
 from ..config import EngineConfig, not_for_encoders
 from ..device.device import Device
 from ..engine.core import check_num_engines, refuse_ray
 from ..engine.engine_status import CoreReport
-from ..engine.wiring import CoreStages
 from ..errors import ConfigError, Failed
 from ..fleet.front_table import FrontTable, front_of, to_front
 from ..messages import Started, StepTokens, TokenRequest
 from ..outputs import ModelInfo
-from ..pipeline import build_core_pipeline
-from ..recordings.writer import RecordingWriter
 from ..routing.engine_load import EngineLoad
-from ..routing.reports import KeyChange, RouterReports, packed, unpacked
-from ..split.compiled_grammars import CompiledGrammars
+from ..routing.reports import KeyChange, packed, unpacked
 from ..split.core_exit import CoreExit
 from ..split.engine_process import Load, digests_of, load
-from ..split.loop_state import moved, report_of, stacks_of
 from ..split.protocol import (
     Admitted,
     Broken,
@@ -58,6 +48,7 @@ from ..split.protocol import (
     StatusQuery,
     StatusReply,
 )
+from ..split.step_loop import StepLoop
 from .front_channels import FanOut, FrontRequests
 from .front_link import FrontLink
 
@@ -105,14 +96,9 @@ class EngineServer:
         self._numbers = itertools.count()
         self._files: Mapping[str, str] = {}
         self._keys: set[bytes] = set()  # that were told
-        self._last_moved: tuple[object, ...] = ()
         self._instance = env.secret("instance", 8).hex()
         self._info: ModelInfo | None = None
-        self._core: CoreStages | None = None
-        self._pipeline: Pipeline | None = None
-        self._recorder: RecordingWriter | None = None
-        self._reports: RouterReports | None = None
-        self._grammars: CompiledGrammars | None = None
+        self._loop: StepLoop | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -142,8 +128,7 @@ class EngineServer:
     @property
     def is_device_lost(self) -> bool:
         """Whether the process should end at once, as its device is lost."""
-        guard = None if self._core is None else self._core.execute.device.guard
-        return guard is not None and guard.lost is not None
+        return self._loop is not None and self._loop.is_device_lost
 
     # -- start
 
@@ -153,7 +138,9 @@ class EngineServer:
         if not loaded.info.num_blocks:
             raise not_for_encoders(self.config)
         with self.phases("pipeline"):
-            await self._start_stages(loaded, device)
+            key = self._env.secret("prefix.secret", 16) if self._prefix_key is None else self._prefix_key
+            self._loop = StepLoop(self.config, loaded, device, key, self._env, self._exit, is_routed=True)
+            await self._loop.start(self, self.requests, self._tokens)
         if loaded.info.attention_backend == "native":
             self._env.yield_to("device", loaded.own_cpu)
             self._env.yield_this_thread()
@@ -164,29 +151,6 @@ class EngineServer:
     def _load_files(self) -> tuple[Any, Device, Mapping[str, str]]:
         loaded, device = self._load(self.config, self._env, self.phases)
         return loaded, device, digests_of(self.config, with_times=False)
-
-    async def _start_stages(self, loaded: Any, device: Device) -> None:
-        key = self._env.secret("prefix.secret", 16) if self._prefix_key is None else self._prefix_key
-        core = self._core = CoreStages(self.config, loaded, device, key)
-        self._reports = RouterReports(core.schedule.scheduler, core.allocate.allocator)
-        core.schedule.on_start.append(self._admitted)
-        self._grammars = CompiledGrammars(loaded.grammars, self._env)
-        pipeline = self._pipeline = build_core_pipeline(
-            core.schedule, core.allocate, core.execute, core.sample, steps_in_flight=self.config.steps_in_flight
-        )
-        pipeline.exit = self._exit
-        self._exit.on_end.append(self._grammars.request_ended)
-        pipeline.use(self._env, Tracer(self._env))
-        pipeline.give_channel("schedule.in", self.requests)
-        pipeline.give_channel("sample.out", self._tokens)
-        pipeline.on_crash.append(self._crashed)
-        pipeline.on_dead.append(self._dead)
-        device.on_gone.append(partial(pipeline.fail, "execute"))
-        if self.config.record is not None:
-            self._recorder = core.record(Path(self.config.record), self.config, self._env)
-        await pipeline.start()
-        assert pipeline.watch is not None
-        pipeline.watch.on_tick.append(self._tick)
 
     # -- fronts
 
@@ -202,7 +166,7 @@ class EngineServer:
 
     def welcome(self, front: FrontLink, setup: Setup) -> None:
         """See `FrontOwner`. It gets what the engine is, what is cached, and what it does."""
-        assert self._core is not None and self._info is not None
+        assert self._loop is not None and self._info is not None
         if setup.files is not None and dict(setup.files) != dict(self._files):
             what = ", ".join(sorted(_differing(setup.files, self._files)))
             reason = f"this engine has other files of the model than the front knows: {what}; load the same ones in all"
@@ -211,7 +175,7 @@ class EngineServer:
         self.table.add(front.number)
         front.is_welcome = True
         front.wants_keys = setup.prefix_key is not None and setup.prefix_key == self._prefix_key
-        front.first_step = setup.first_step - 1 - self._core.schedule.scheduler.last_granted
+        front.first_step = setup.first_step - 1 - self._loop.core.schedule.scheduler.last_granted
         if not front.post(EngineReady(self._info, dict(self.phases.seconds), self._files, self.config, self._instance)):
             front.post(NotStarted("VersionError", "the engine is of another version; update it or the front"))
             return front.flush()
@@ -225,19 +189,14 @@ class EngineServer:
 
     def arrived(self, front: FrontLink, request: TokenRequest) -> None:
         """See `FrontOwner`."""
-        assert self._pipeline is not None and self._pipeline.watch is not None
-        assert self._reports is not None and self._grammars is not None
+        assert self._loop is not None
         self._exit.take(request)
-        self._reports.num_seen += 1
-        self._pipeline.watch.wake()
-        if request.params.structured_outputs is not None:
-            self._grammars.request_came(request.request_id, request.params.structured_outputs)
+        self._loop.arrived(request)
 
     def note_causes(self, causes: ControlCauses) -> None:
         """See `FrontOwner`."""
-        assert self._pipeline is not None
-        for sequence_id, cause in causes.causes.items():
-            self._pipeline.lane.post(sequence_id, cause)
+        assert self._loop is not None
+        self._loop.note_causes(causes.causes)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """See `FrontOwner`."""
@@ -258,9 +217,8 @@ class EngineServer:
             return
         self.num_fronts_gone += 1
         request_ids, sequences = self.table.drop(front.number)
-        if self._pipeline is not None:
-            for sequence_id in sequences:
-                self._pipeline.lane.post(sequence_id, "cancel")
+        if self._loop is not None:
+            self._loop.note_causes(dict.fromkeys(sequences, "cancel"))
         self._exit.forget(request_ids)
         log.info("engine.front_gone", front=front.number, reason=reason, num_cancelled=len(request_ids))
 
@@ -287,51 +245,50 @@ class EngineServer:
             if number in self.fronts:
                 self.fronts[number].post(ServiceTimes(word.stage, times_us))
 
-    def _admitted(self, started: Sequence[Started]) -> None:
-        """Reports it before their first step is submitted: a front must know what ended this engine."""
+    def admitted(self, started: Sequence[Started]) -> None:
+        """See `LoopOwner`."""
         parts = self.table.by_front(dict.fromkeys((one.sequence_id for one in started), None))
         for number, numbers in parts.items():
             if (front := self.fronts.get(number)) is not None:
                 front.post(Admitted(list(numbers)))
                 front.flush()
 
-    def _crashed(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
+    def crashed(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
+        """See `LoopOwner`."""
         parts: dict[int, list[str]] = {}
         for request_id in request_ids:
             parts.setdefault(front_of(request_id), []).append(to_front(request_id))
         for front in self._welcome_fronts():
             front.post(Crashed(stage, type(error).__name__, stack_of(error), parts.get(front.number, [])))
 
-    def _dead(self) -> None:
-        """Reports at once that a stage has failed for good."""
-        assert self._pipeline is not None
-        health = self._pipeline.health
+    def died(self) -> None:
+        """See `LoopOwner`. Reports it at once."""
+        assert self._loop is not None
+        health = self._loop.pipeline.health
         self.state, self.reason = "dead", health.reason or ""
         for front in self._welcome_fronts():
             front.post(Broken(health.stage or "", health.reason or ""))
             front.flush()
         self.ended.set()
 
-    def report(self, *, with_blocks: bool = False) -> CoreReport:
-        """The state of the step loop, with the sequences of all fronts."""
-        assert self._core is not None and self._pipeline is not None
-        return report_of(self._pipeline, self._core, self.requests.name, with_blocks=with_blocks)
+    def report(self) -> CoreReport:
+        """The state of the step loop, with the sequences of all fronts. Only after `start`."""
+        assert self._loop is not None
+        return self._loop.report()
 
-    def _tick(self, lag_s: float) -> None:
-        """Reports changes: ten times a second while a request is live, otherwise once a second."""
-        assert self._pipeline is not None and self._core is not None
-        if (state := moved(self._pipeline, self._core)) != self._last_moved:
-            self._last_moved = state
-            if fronts := self._welcome_fronts():
-                report = self.report()
-                for front in fronts:
-                    front.report(report)
+    def tick(self, lag_s: float) -> None:
+        """See `LoopOwner`. Reports changes."""
+        assert self._loop is not None
+        if self._loop.has_moved() and (fronts := self._welcome_fronts()):
+            report = self.report()
+            for front in fronts:
+                front.report(report)
         self._report_to_routers()
 
     def _report_to_routers(self) -> None:
         """Each front routes by its own count of prompts, and by the keys that are held."""
-        assert self._reports is not None
-        for report in self._reports.new():
+        assert self._loop is not None and self._loop.router_reports is not None
+        for report in self._loop.router_reports.new():
             if isinstance(report, KeyChange):
                 self._keys.difference_update(unpacked(report.removed))
                 self._keys.update(unpacked(report.added))
@@ -345,26 +302,15 @@ class EngineServer:
 
     def answer(self, front: FrontLink, query: StatusQuery) -> StatusReply:
         """See `FrontOwner`."""
-        assert self._core is not None and self._pipeline is not None and self._pipeline.watch is not None
-        match query.what:
-            case "books" | "blocks":
-                self._pipeline.watch.write_stage_times()
-                front.report(self.report(with_blocks=query.what == "blocks"))
-                return StatusReply(query.number)
-            case "forget_prefixes":
-                return StatusReply(query.number, self._core.allocate.reset_prefix_cache())
-            case "prefixes":
-                tree = read_prefix_tree(self._core.allocate.allocator)
-                for node in () if tree is None else tree["nodes"].values():
-                    node["slots"] = []  # of any front
-                return StatusReply(query.number, tree)
-            case "stacks":
-                return StatusReply(query.number, stacks_of(self._pipeline))
-            case "inject" if not query.faults:
-                return StatusReply(query.number)
-            case "inject":
-                return StatusReply(query.number, error="faults are injected by the engine's own settings")
-        return StatusReply(query.number, error=f"unknown question {query.what!r}")
+        assert self._loop is not None
+        if query.what == "inject":
+            reason = "faults are injected by the engine's own settings" if query.faults else None
+            return StatusReply(query.number, error=reason)
+        reply = self._loop.answer(query, front.report)
+        if query.what == "prefixes" and reply.value is not None:
+            for node in reply.value["nodes"].values():
+                node["slots"] = []  # of any front
+        return reply
 
     # -- the end
 
@@ -406,12 +352,8 @@ class EngineServer:
         fronts, self.fronts = list(self.fronts.values()), {}
         for front in fronts:
             front.close()  # first: a front must not see the end of channels that another engine continues
-        if self._pipeline is not None:
-            await self._pipeline.stop()
-        if self._grammars is not None:
-            await self._grammars.aclose()
-        if self._recorder is not None:
-            await self._recorder.aclose()
+        if self._loop is not None:
+            await self._loop.aclose()
 
 
 def check(config: EngineConfig) -> None:

@@ -12,8 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from socket import socket
 from typing import Any
 
@@ -23,7 +21,6 @@ from ...runtime.env.env import Env, LiveEnv
 from ...runtime.env.log import get_logger
 from ...runtime.env.loops import loop_factory
 from ...runtime.health.flight_recorder import stack_of
-from ...runtime.pipeline import Pipeline
 from ...runtime.processes.child import end_with_parent, joined
 from ...runtime.processes.frames import LinkError
 from ...runtime.processes.link import Link
@@ -33,23 +30,16 @@ from ...runtime.processes.type_fields import VersionError
 from ...runtime.processes.wire import WireError
 from ...runtime.startup.load_progress import LoadProgress
 from ...runtime.startup.phases import Phases
-from ...runtime.trace.tracer import Tracer
 from ...runtime.workers.thread_start import ThreadNotStarted
-from ..allocate.prefix_tree import read_prefix_tree
 from ..config import EngineConfig, not_for_encoders
 from ..device.device import Device
-from ..engine.wiring import CoreStages
 from ..errors import ConfigError, Failed
 from ..loading.model_files import check_same_files, file_digests
 from ..messages import Started, StepTokens, TokenRequest
-from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE, build_core_pipeline
-from ..recordings.writer import RecordingWriter
-from ..routing.reports import RouterReports
+from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE
 from ..sample.processor_chain import ProcessorChain, load_processors
-from .compiled_grammars import CompiledGrammars
 from .core_adapters import CoreAdapters
 from .core_exit import CoreExit
-from .loop_state import moved, report_of, stacks_of
 from .protocol import (
     CODEC,
     Admitted,
@@ -67,6 +57,7 @@ from .protocol import (
     StatusReply,
     Stop,
 )
+from .step_loop import StepLoop
 
 PROGRESS_S = 0.5  # between two messages about loading
 
@@ -98,21 +89,15 @@ class EngineProcess:
         self._link.add_outbound(self._tokens)
         self._over = asyncio.Event()
         self._setup: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
-        self._core: CoreStages | None = None
-        self._pipeline: Pipeline | None = None
-        self._recorder: RecordingWriter | None = None
-        self._router_reports: RouterReports | None = None  # of a front that routes
-        self._grammars: CompiledGrammars | None = None
+        self._loop: StepLoop | None = None
         self._adapters: CoreAdapters | None = None
         self._readings: set[asyncio.Task[None]] = set()  # of adapters
-        self._last_moved: tuple[object, ...] = ()  # `_moved` at the last report
         self._is_lost = False
 
     @property
     def is_device_lost(self) -> bool:
         """Whether the process ends because its device is lost."""
-        guard = None if self._core is None else self._core.execute.device.guard
-        return guard is not None and guard.lost is not None
+        return self._loop is not None and self._loop.is_device_lost
 
     async def run(self) -> int:
         """Runs until a `Stop`, the end of the front process, or a failure. Returns the exit code."""
@@ -200,40 +185,29 @@ class EngineProcess:
         secret = self._env.secret("prefix.secret", 16) if setup.prefix_key is None else setup.prefix_key
         if processors := load_processors(setup.config.logits_processor):
             loaded.sampler.use(ProcessorChain(processors))
-        core = self._core = CoreStages(setup.config, loaded, device, secret, setup.first_step)
-        if setup.prefix_key is not None:
-            self._router_reports = RouterReports(core.schedule.scheduler, core.allocate.allocator)
-        core.schedule.on_start.append(self._admitted)
-        if (lines := core.schedule.scheduler.adapters) is not None:
+        loop = self._loop = StepLoop(
+            setup.config,
+            loaded,
+            device,
+            secret,
+            self._env,
+            self._exit,
+            first_step=setup.first_step,
+            is_routed=setup.prefix_key is not None,
+        )
+        if (lines := loop.core.schedule.scheduler.adapters) is not None:
             slots = lines.slots
             self._adapters = CoreAdapters(loaded.read_adapter, lambda digest: slots.of(digest) is not None)
             loaded.runner.find_adapters(self._adapters.get)
-        self._grammars = CompiledGrammars(loaded.grammars, self._env)
-        pipeline = self._pipeline = build_core_pipeline(
-            core.schedule, core.allocate, core.execute, core.sample, steps_in_flight=setup.config.steps_in_flight
-        )
-        pipeline.exit = self._exit
-        self._exit.on_end.append(self._grammars.request_ended)
-        pipeline.use(self._env, Tracer(self._env, files=self._files))
-        pipeline.give_channel("schedule.in", self._requests, is_watched=False)
-        pipeline.give_channel("sample.out", self._tokens)
-        pipeline.on_crash.append(self._crashed)
-        pipeline.on_dead.append(self._dead)
-        device.on_gone.append(partial(pipeline.fail, "execute"))
-        if setup.config.record is not None:
-            self._recorder = core.record(Path(setup.config.record), setup.config, self._env)
-        await pipeline.start()
-        assert pipeline.watch is not None
-        pipeline.watch.on_tick.append(self._tick)
+        await loop.start(self, self._requests, self._tokens, trace_files=self._files, watches_requests=False)
 
     # -- messages from the front process
 
     def _receive(self, word: Any) -> None:
         match word:
             case ControlCauses():
-                if self._pipeline is not None:
-                    for sequence_id, cause in word.causes.items():
-                        self._pipeline.lane.post(sequence_id, cause)
+                if self._loop is not None:
+                    self._loop.note_causes(word.causes)
             case RequestsEnded():
                 self._exit.forget(word.request_ids)
             case StatusQuery():
@@ -259,12 +233,8 @@ class EngineProcess:
 
     def _arrived(self, request: TokenRequest) -> None:
         self._exit.take(request)
-        if self._router_reports is not None:
-            self._router_reports.num_seen += 1
-        if self._pipeline is not None and self._pipeline.watch is not None:
-            self._pipeline.watch.wake()
-        if self._grammars is not None and request.params.structured_outputs is not None:
-            self._grammars.request_came(request.request_id, request.params.structured_outputs)
+        if self._loop is not None:
+            self._loop.arrived(request)
 
     def _lost(self, error: LinkError | None) -> None:
         if error is not None:
@@ -273,24 +243,9 @@ class EngineProcess:
         self._over.set()
 
     def _answer(self, query: StatusQuery) -> StatusReply:
-        if self._core is None or self._pipeline is None:
+        if self._loop is None:
             return StatusReply(query.number, error="the engine is loading")
-        match query.what:
-            case "books" | "blocks":
-                if self._pipeline.watch is not None:
-                    self._pipeline.watch.write_stage_times()
-                self._send_status(with_blocks=query.what == "blocks")
-                return StatusReply(query.number)
-            case "forget_prefixes":
-                return StatusReply(query.number, self._core.allocate.reset_prefix_cache())
-            case "prefixes":
-                return StatusReply(query.number, read_prefix_tree(self._core.allocate.allocator))
-            case "inject":
-                self._pipeline.inject(query.faults)
-                return StatusReply(query.number)
-            case "stacks":
-                return StatusReply(query.number, stacks_of(self._pipeline))
-        return StatusReply(query.number, error=f"unknown question {query.what!r}")
+        return self._loop.answer(query, self._post)
 
     # -- messages to the front process
 
@@ -312,37 +267,34 @@ class EngineProcess:
         code = "engine_version" if isinstance(error, VersionError) else "internal_error"
         self._exit.fail(step, Failed(f"its tokens cannot be sent to the server's first process: {error}", code=code))
 
-    def _tick(self, lag_s: float) -> None:
-        """Reports changes: ten times a second while a request is live, otherwise once a second."""
-        assert self._core is not None and self._pipeline is not None
-        if (state := moved(self._pipeline, self._core)) != self._last_moved:
-            self._last_moved = state
-            self._send_status()
-        self._report_to_router()
+    def tick(self, lag_s: float) -> None:
+        """See `LoopOwner`. Reports changes."""
+        assert self._loop is not None
+        if self._loop.has_moved():
+            self._post(self._loop.report())
+        self.report_to_router()
 
-    def _report_to_router(self) -> None:
-        if self._router_reports is not None:
-            for report in self._router_reports.new():
+    def report_to_router(self) -> None:
+        """Sends what is new to a front that routes."""
+        if self._loop is not None and self._loop.router_reports is not None:
+            for report in self._loop.router_reports.new():
                 self._post(report)
 
-    def _dead(self) -> None:
-        """Reports at once that a stage has failed for good, and ends the process."""
-        assert self._pipeline is not None
-        health = self._pipeline.health
+    def died(self) -> None:
+        """See `LoopOwner`. Reports it at once, and ends the process."""
+        assert self._loop is not None
+        health = self._loop.pipeline.health
         self._post(Broken(health.stage or "", health.reason or ""))
         self._is_lost = True
         self._over.set()
 
-    def _send_status(self, *, with_blocks: bool = False) -> None:
-        assert self._core is not None and self._pipeline is not None
-        self._post(report_of(self._pipeline, self._core, self._requests.name, with_blocks=with_blocks))
-
-    def _admitted(self, started: Sequence[Started]) -> None:
-        """Reports it before their first step is submitted: the front process must know what ended this one."""
+    def admitted(self, started: Sequence[Started]) -> None:
+        """See `LoopOwner`."""
         self._post(Admitted([one.sequence_id for one in started]))
         self._link.flush()
 
-    def _crashed(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
+    def crashed(self, stage: str, error: BaseException, request_ids: Sequence[str]) -> None:
+        """See `LoopOwner`."""
         self._post(Crashed(stage, type(error).__name__, stack_of(error), list(request_ids)))
 
     # -- the end
@@ -352,12 +304,8 @@ class EngineProcess:
             self._link.close()  # first: the front process must not see the end of channels that a successor continues
         for reading in self._readings:
             reading.cancel()
-        if self._pipeline is not None:
-            await self._pipeline.stop()
-        if self._grammars is not None:
-            await self._grammars.aclose()
-        if self._recorder is not None:
-            await self._recorder.aclose()
+        if self._loop is not None:
+            await self._loop.aclose()
         await self._env.aclose()
         self._link.close()
 

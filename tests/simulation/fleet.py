@@ -314,15 +314,15 @@ class FleetWorld(World):
             if child is None or not core.is_serving:
                 continue
             process, where = child.process, f"I16: process {core.index}"
-            assert process._core is not None and process._pipeline is not None
-            pool, scheduler = process._core.allocate.allocator.pool, process._core.schedule.scheduler
+            assert process._loop is not None
+            pool, scheduler = process._loop.core.allocate.allocator.pool, process._loop.core.schedule.scheduler
             _require(not process._exit.live, f"{where} knows {sorted(process._exit.live)}")
             _require(not scheduler.sequences, f"{where} still has sequences {sorted(scheduler.sequences)}")
             _require(pool.num_in_use == 0 and pool.num_quarantined == 0, f"{where} uses {pool.num_in_use} blocks")
-            depths = {name: len(channel) for name, channel in process._pipeline.channels.items() if len(channel)}
+            depths = {name: len(channel) for name, channel in process._loop.pipeline.channels.items() if len(channel)}
             _require(not depths, f"{where} has items on {depths}")
-            process._core.allocate.allocator.check()
-            self._check_keys(core.index, process._core.allocate.allocator.cache)
+            process._loop.core.allocate.allocator.check()
+            self._check_keys(core.index, process._loop.core.allocate.allocator.cache)
             scheduler.check()
             _check_violations(child.model)
 
@@ -368,7 +368,7 @@ class FleetChild(MemoryChild):
 
     def report(self) -> None:
         """Tells the front what its router asks."""
-        self.process._report_to_router()
+        self.process.report_to_router()
 
     def name_of(self, request_id: str) -> str:
         """The front's name of a request."""

@@ -156,7 +156,7 @@ async def _live(trace: Workload, env: SimEnv) -> dict[str, float]:
             jobs = [_ask(engine, env, f"r{at}", request, began_s) for at, request in enumerate(trace.requests)]
             told = await asyncio.gather(*jobs)
             took_s = env.now() - began_s
-            caches = [child.process._core.allocate.allocator.cache for child in children]
+            caches = [child.process._loop.core.allocate.allocator.cache for child in children]
         finally:
             ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -178,7 +178,7 @@ async def _report(env: SimEnv, children: Sequence[TimedChild]) -> None:
     while True:
         await env.sleep(REPORT_S)
         for child in children:
-            child.process._report_to_router()
+            child.process.report_to_router()
 
 
 async def _ask(engine: Engine, env: SimEnv, name: str, request: WorkloadRequest, began_s: float) -> tuple[float, Any]:

@@ -57,7 +57,7 @@ def overloaded(seconds: float) -> Figures:
         while True:
             await env.sleep(0.1)
             for child in children:
-                child.process._report_to_router()
+                child.process.report_to_router()
 
     async def main(env: SimEnv) -> Figures:
         with in_memory(env, make, Child):

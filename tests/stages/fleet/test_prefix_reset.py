@@ -60,7 +60,7 @@ def child_of(engine: SimFleet, index: int) -> Any:
 
 def cached(engine: SimFleet, index: int) -> Any:
     """The prefix cache of a process."""
-    return child_of(engine, index).process._core.allocate.allocator.cache
+    return child_of(engine, index).process._loop.core.allocate.allocator.cache
 
 
 @pytest.mark.parametrize("hears_s", [0.0, STOPPED_S])

@@ -1,4 +1,4 @@
-"""The event loop that a millrace process runs on."""
+"""The event loop that a millrace process runs on, and waiting for what ends it."""
 
 from __future__ import annotations
 
@@ -15,3 +15,14 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
+
+
+async def until_any_is_set(*events: asyncio.Event) -> None:
+    """Waits until one of these events is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.wait(waits)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
+from ...runtime.env.loops import until_any_is_set
 from ...runtime.health.flight_recorder import stack_of
 from ...runtime.processes.transport import Transport
 from ...runtime.processes.type_fields import VersionError
@@ -313,6 +314,13 @@ class EngineServer:
         return reply
 
     # -- the end
+
+    async def serve_until(self, *stops: asyncio.Event) -> bool:
+        """Returns True once one of `stops` is set, or False, with a line in the log, if the step loop is dead."""
+        await until_any_is_set(*stops, self.ended)
+        if self.ended.is_set():
+            log.error("engine.dead", reason=self.reason)
+        return not self.ended.is_set()
 
     def ask_drain(self, by: str) -> None:
         """See `FrontOwner`."""

@@ -11,6 +11,7 @@ import pytest
 
 from millrace.runtime.env import cpus
 from millrace.runtime.env.env import LiveEnv
+from millrace.runtime.env.loops import until_any_is_set
 from millrace.runtime.simulation.manual_env import ManualEnv
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.workers.worker import WorkerClosed
@@ -323,3 +324,21 @@ def test_other_workers_and_threads_that_yield_leave_the_first_worker_its_own_cpu
     loop.start()
     loop.join()
     assert found == [here, *[here - {own}] * 3]
+
+
+def test_a_wait_for_several_events_ends_with_the_first_of_them_and_leaves_no_task():
+    async def main() -> None:
+        events = [asyncio.Event() for _ in range(3)]
+        waiting = asyncio.ensure_future(until_any_is_set(*events))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        events[1].set()
+        await waiting
+        waiting = asyncio.ensure_future(until_any_is_set(events[0], events[2]))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())

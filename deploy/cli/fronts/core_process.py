@@ -113,17 +113,11 @@ async def _started(link: ChildLink, engine: EngineServer) -> bool:
 
 async def _run(link: ChildLink, engine: EngineServer, listener: UnixListener, timeout_s: float) -> int:
     """Serves fronts until the supervisor says stop, or the step loop is dead."""
-    ends = [asyncio.ensure_future(link.stopping.wait()), asyncio.ensure_future(engine.ended.wait())]
     try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not await engine.serve_until(link.stopping):
+            return 1
     finally:
-        for task in ends:
-            task.cancel()
-        await asyncio.wait(ends)
         listener.close()
-    if engine.ended.is_set():
-        log.error("engine.dead", reason=engine.reason)
-        return 1
     await engine.drain(timeout_s)
     return 0
 

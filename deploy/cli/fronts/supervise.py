@@ -9,7 +9,7 @@ import os
 import sys
 
 from ....runtime.env.log import configure, get_logger
-from ....runtime.env.loops import loop_factory
+from ....runtime.env.loops import loop_factory, until_any_is_set
 from ....runtime.env.service_manager import ServiceManager
 from ....stages.config import EngineConfig
 from ...config import ServerConfig
@@ -83,14 +83,12 @@ async def _supervise(plan: ServerPlan) -> int:
 
 async def _run(supervisor: Supervisor, stop: StopSignals, manager: ServiceManager) -> int:
     """Waits for a signal, or until a child is given up. Then all fronts drain, and the engines end."""
-    ends = [asyncio.ensure_future(stop.event.wait()), asyncio.ensure_future(supervisor.failed.wait())]
     beating = asyncio.ensure_future(_beat(manager))
     try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await until_any_is_set(stop.event, supervisor.failed)
     finally:
-        for task in [*ends, beating]:
-            task.cancel()
-        await asyncio.wait([*ends, beating])
+        beating.cancel()
+        await asyncio.wait([beating])
     manager.stopping()
     failure = supervisor.failure
     log.info("front_processes.stopping", reason="a signal" if failure is None else str(failure))

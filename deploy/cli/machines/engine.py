@@ -99,15 +99,7 @@ async def _run(
     manager: ServiceManager,
 ) -> int:
     """Serves until a signal or the word of a front, and then drains; or until the step loop is dead."""
-    ends = [asyncio.ensure_future(event.wait()) for event in (stop.event, engine.drain_asked, engine.ended)]
-    try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in ends:
-            task.cancel()
-        await asyncio.wait(ends)
-    if engine.ended.is_set():
-        log.error("engine.dead", reason=engine.reason)
+    if not await engine.serve_until(stop.event, engine.drain_asked):
         return 1
     manager.stopping()
     await listener.aclose()

@@ -14,8 +14,8 @@ _OBSOLETE = "vLLM itself has removed it"
 _NO_MEDIA = "images, audio and video are not supported; leave it out"
 _CONFIG_JSON = "config.json is read as it is: change it in a copy of the checkpoint's folder, and serve that"
 _ONE_MACHINE = (
-    "a server starts its own processes, on one machine; for several machines use --executor ray, or a load balancer "
-    "before several servers"
+    "a server starts its own processes, on one machine; for several machines use millrace engine and millrace route, "
+    "--executor ray, or a load balancer before several servers"
 )
 _NO_WEIGHTS_ELSEWHERE = "all weights stay on the device: choose --quantization, a smaller model or more GPUs"
 _BATCH_MIX = "long prompts are split by --max-num-batched-tokens and --itl-target-ms; leave it out"

@@ -29,7 +29,7 @@ class TimelineRow(NamedTuple):
     step: int
     kind: int
     start: int  # tokens computed before
-    num_tokens: int
+    num_tokens: int  # of a row that decodes: the number of lanes
     time_us: int = 0
 
 
@@ -191,10 +191,12 @@ class Timeline:
                 done = self._steps.between(row.step, last)
             else:  # it went on in another engine process
                 done = self._steps.until(row.step, following.time_us if following is not None else 0)
-            ends = self._steps.end_us[done] - self._arrival_us
+            every = 1 if is_prefill else max(1, row.num_tokens)
+            is_own = (self._steps.numbers[done] - row.step) % every == 0
+            ends = self._steps.end_us[done][is_own] - self._arrival_us
             if not len(ends):
                 continue
-            begin_us = int(self._steps.begin_us[done][0]) - self._arrival_us
+            begin_us = int(self._steps.begin_us[done][is_own][0]) - self._arrival_us
             if not is_prefill or (following is not None and following.kind == EventKind.ROW_DECODE):
                 ticks += ends.tolist()
             num_tokens = row.num_tokens if is_prefill else len(ends)

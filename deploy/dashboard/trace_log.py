@@ -101,6 +101,7 @@ class _Progress:
     high: int = 0  # tokens computed, or found in the cache
     decodes_from: int = -1  # position at the start of decoding; -1: not decoding
     step: int = 0  # step at the start of decoding
+    every: int = 1  # steps between two tokens
 
 
 class StepFold:
@@ -210,7 +211,7 @@ class StepFold:
         if progress is None:
             return
         if progress.decodes_from >= 0:
-            num_steps = step - progress.step
+            num_steps = -(-(step - progress.step) // progress.every)
             if not 0 <= num_steps < ENGINE_STEPS:
                 num_steps = 0  # it goes on in another engine process; how far it came in the first is not known
             progress.high = max(progress.high, progress.decodes_from + num_steps)
@@ -224,7 +225,7 @@ class StepFold:
         opened.num_wasted += max(0, min(progress.high, start + num_new) - start)
         progress.high = max(progress.high, start + num_new)
         if kind == EventKind.ROW_DECODE:
-            progress.step, progress.decodes_from = step, start
+            progress.step, progress.decodes_from, progress.every = step, start, max(1, num_tokens)
 
 
 class TraceLog:

@@ -26,7 +26,7 @@ that does not fit is stored as the nearest that does. Numbers of kinds are never
     WAITING_FOR       num_waiting    num_running      reason_name
     STEP_DRAFTED      num_rows       num_drafts       num_accepted        num_running
     ROW_EXTEND        sequence_id    slot             start               num_tokens
-    ROW_DECODE        sequence_id    slot             start
+    ROW_DECODE        sequence_id    slot             start               num_lanes
     ROW_LEAVE         sequence_id    slot
     REQUEST_NAME      sequence_id    text             text                text
     REQUEST_ACCEPTED  sequence_id    num_sequences    priority
@@ -72,9 +72,9 @@ drafts. `num_accepted` drafts became tokens of answers.
 
 There is no record per token. Rows of a step are recorded by changes only (`StepRows` writes them). ROW_EXTEND is a row
 that computes prompt tokens [start, start + num_tokens) in this step alone. ROW_DECODE is a row that from this step on
-computes one token a step, the first at position `start`, until the next ROW_EXTEND or ROW_LEAVE of its sequence. A void
-step does not count. `token_times` derives the token timeline. Memory records name slots; the rows say which sequence
-has a slot.
+computes one token a step, the first at position `start`, until the next ROW record of its sequence. With `num_lanes`
+above 1 it does so in every step that is a multiple of them later. A void step does not count. `token_times` derives the
+token timeline. Memory records name slots; the rows say which sequence has a slot.
 
 KV_RANGE gives the state of the blocks [first_block, first_block + num_blocks) from `step` on: `in_use` by a slot, in
 its table; or, in no table, `free`, `cached` or `quarantined`, with NO_SLOT. With `left`, a slot has given up all of its
@@ -179,7 +179,7 @@ FIELDS: dict[EventKind, tuple[str, ...]] = {
     EventKind.WAITING_FOR: ("num_waiting", "num_running", "reason_name"),
     EventKind.STEP_DRAFTED: ("num_rows", "num_drafts", "num_accepted", "num_running"),
     EventKind.ROW_EXTEND: ("sequence_id", "slot", "start", "num_tokens"),
-    EventKind.ROW_DECODE: ("sequence_id", "slot", "start"),
+    EventKind.ROW_DECODE: ("sequence_id", "slot", "start", "num_lanes"),
     EventKind.ROW_LEAVE: ("sequence_id", "slot"),
     EventKind.REQUEST_NAME: ("sequence_id", "text", "text", "text"),
     EventKind.REQUEST_ACCEPTED: ("sequence_id", "num_sequences", "priority"),

@@ -67,17 +67,19 @@ def token_times(records: Records) -> dict[int, list[tuple[int, int]]]:
     done = {int(r["step"]): int(r["time_ns"]) for r in records[records["kind"] == EventKind.STEP_DONE]}
     rows = records[np.isin(records["kind"], (EventKind.ROW_EXTEND, EventKind.ROW_DECODE, EventKind.ROW_LEAVE))]
     numbers = sorted(done)
-    history: dict[int, list[tuple[int, int]]] = {}  # sequence_id -> (step, kind), in order
+    history: dict[int, list[tuple[int, int, int]]] = {}  # sequence_id -> (step, kind, num_lanes), in order
     for row in rows:
-        history.setdefault(int(row["a"]), []).append((int(row["step"]), int(row["kind"])))
+        event = (int(row["step"]), int(row["kind"]), max(1, int(row["d"])))
+        history.setdefault(int(row["a"]), []).append(event)
     timeline: dict[int, list[tuple[int, int]]] = {}
     for sequence_id, events in history.items():
         steps: list[int] = []
-        for (step, kind), (next_step, next_kind) in zip(events, [*events[1:], (-1, 0)], strict=True):
+        for (step, kind, every), (next_step, next_kind, _) in zip(events, [*events[1:], (-1, 0, 1)], strict=True):
             if kind == EventKind.ROW_DECODE:
                 is_near = 0 <= next_step - step < ENGINE_STEPS  # else it has none, or in another engine process
                 end = next_step if is_near else step + ENGINE_STEPS
-                steps.extend(numbers[bisect_left(numbers, step) : bisect_left(numbers, end)])
+                found = numbers[bisect_left(numbers, step) : bisect_left(numbers, end)]
+                steps.extend(found if every == 1 else [one for one in found if (one - step) % every == 0])
             elif kind == EventKind.ROW_EXTEND and next_kind == EventKind.ROW_DECODE:
                 steps.append(step)
         timeline[sequence_id] = [(step, done[step]) for step in steps if step in done]

@@ -13,7 +13,7 @@ import numpy as np
 from ...kernels.layout.kv_layout import KVLayout
 from ...runtime.histogram import Histogram
 from ...runtime.stage import Context, Crash, Outlet, Stage
-from ...runtime.trace.step_rows import StepRows
+from ...runtime.trace.step_rows import LaneRows, StepRows
 from ...runtime.trace.tracer import EventKind
 from ..messages import PlanReport, Rates, StepGrant, StepPlan
 from .allocator import Allocator
@@ -58,7 +58,7 @@ class Allocate(Stage[StepPlan, StepGrant]):
         self._answered = 0  # messages of the batch already answered
         self._context: Context | None = None
         self._recompute = self._swap = self._rope = 0  # the method of a preemption, as names in the trace
-        self._rows: StepRows | None = None
+        self._rows: StepRows | LaneRows | None = None
         self._kv: KVTrace | None = None
         self._sequence_ids = np.full(num_slots, -1, np.int64)  # [S] the running sequence, for the trace
 
@@ -67,7 +67,8 @@ class Allocate(Stage[StepPlan, StepGrant]):
         self._recompute, self._swap = context.tracer.source("recompute"), context.tracer.source("swap")
         self._rope = context.tracer.source("rope")
         if self._rows is None:
-            self._rows = StepRows(context.tracer, context.source, len(self._sequence_ids), self._num_lanes)
+            where = context.tracer, context.source, len(self._sequence_ids)
+            self._rows = StepRows(*where) if self._num_lanes == 1 else LaneRows(*where, self._num_lanes)
             self._kv = KVTrace(context, self.allocator)
 
     async def handle(self, batch: Sequence[StepPlan | Rates], out: Outlet[Any]) -> None:

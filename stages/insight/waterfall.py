@@ -183,11 +183,12 @@ def _steps(view: TraceView, sequence_ids: range, end_ns: int) -> list[StepPart]:
             if row["kind"] == EventKind.ROW_EXTEND:
                 prompts[step] = prompts.get(step, 0) + int(row["d"])
             elif row["kind"] == EventKind.ROW_DECODE:
+                every = max(1, int(row["d"]))
                 if int(row["c"]) < num_prompt:  # the rest of a prompt may be a single token
                     prompts[step] = prompts.get(step, 0) + 1
-                    step += 1
+                    step += every
                 end = last_step + 1 if next_step is None else min(next_step, last_step + 1)
-                for later in range(step, end):
+                for later in range(step, end, every):
                     decodes[later] = decodes.get(later, 0) + 1
     steps = sorted({*prompts, *decodes} - view.void_steps)
     return [StepPart(step, prompts.get(step, 0), decodes.get(step, 0)) for step in steps]

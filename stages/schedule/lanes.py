@@ -84,6 +84,13 @@ class Lanes:
                 return None
         return first.demand
 
+    def are_filled_by(self, slots: Indices, service_order: ServiceOrder, flights: Collection[Flight]) -> bool:
+        """Whether no row may run beside the flights and a step of `slots`: all rows are in lanes that are under way."""
+        if service_order is not self._service_order or self._num_rows != len(service_order.slots):
+            return False
+        under_way = [slots, *(flight.slots for flight in flights)]
+        return all(any(lane.demand.slots is one for one in under_way) for lane in self._lanes)
+
     def rows(
         self,
         service_order: ServiceOrder,

@@ -90,6 +90,12 @@ class Planner:
         demands = self._steady or TokenDemand.of(self._lifecycle.service_order, self._slots, slots, num_wanted)
         return demands, self._drafts(slots, num_wanted, budget), budget
 
+    def leaves_rows(self, slots: Indices, flights: Collection[StepInFlight]) -> bool:
+        """Whether a row may be left to run beside the flights and a step of `slots`; True if it is not known."""
+        if self._lanes is None or len(self._waiting):
+            return True
+        return not self._lanes.are_filled_by(slots, self._lifecycle.service_order, flights)
+
     def steady_if_granted(self, report: PlanReport) -> SteadyDemand | None:
         """The rows of the last choice, if each got its token and no row has come or gone.
 

@@ -134,11 +134,15 @@ class Scheduler:
 
     @property
     def may_plan_after_report(self) -> bool:
-        """Whether a credit may be left once the outstanding plan is granted.
+        """Whether a credit may be left once the outstanding plan is granted, and rows that may use it.
 
         If not, a step in flight must finish before the next plan, whatever the report says.
         """
-        return self.num_in_flight == 0 or self.num_in_flight + 1 < self.limits.steps_in_flight
+        if self.num_in_flight == 0:
+            return True
+        if self._outstanding is None or self.num_in_flight + 1 >= self.limits.steps_in_flight:
+            return self.num_in_flight + 1 < self.limits.steps_in_flight
+        return self._planner.leaves_rows(self._outstanding.slots, self._flights)
 
     @property
     def num_running(self) -> int:

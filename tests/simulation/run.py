@@ -172,8 +172,11 @@ def find_fleet_bugs(names: Sequence[str], seeds: range) -> int:
 
 def _smallest(seed: int, change: Change) -> str:
     part = minimise(draw_setup(seed), change)
-    late = f" --late {change.keywords['steps_in_flight']}" if isinstance(change, partial) else ""
-    return f"python -m tests.simulation.run --seed {seed} --trace{late} {part.flags}"
+    how = ""
+    if isinstance(change, partial):
+        ((name, value),) = change.keywords.items()
+        how = f" --{'late' if name == 'steps_in_flight' else 'lanes'} {value}"
+    return f"python -m tests.simulation.run --seed {seed} --trace{how} {part.flags}"
 
 
 if __name__ == "__main__":

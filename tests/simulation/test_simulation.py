@@ -24,6 +24,7 @@ from tests.simulation.background import (
     tell_if_late,
 )
 from tests.simulation.bugs import BUGS
+from tests.simulation.lane_bugs import LANE_BUGS
 from tests.simulation.right_answers import right_answer
 from tests.simulation.setups import FAULTS, in_lanes
 from tests.simulation.world import run_seed
@@ -117,6 +118,13 @@ def test_lanes_of_decoding_rows_keep_the_invariants(num_lanes: int) -> None:
     seeds = range(300) if FULL else range(40 * num_lanes, 40 * num_lanes + 5)
     for seed in seeds:
         run_seed(seed, change=partial(in_lanes, num_lanes=num_lanes))
+
+
+@pytest.mark.parametrize("name", LANE_BUGS)
+def test_a_planted_bug_of_lanes_is_found(name: str) -> None:
+    with LANE_BUGS[name](), pytest.raises(AssertionError, match="whose tokens step [0-9]+ in flight chooses"):
+        for seed in range(12):
+            run_seed(seed, change=partial(in_lanes, num_lanes=2))
 
 
 # -- the oracle itself, on answers one can read

@@ -349,6 +349,21 @@ def test_tokens_computed_again_are_wasted_and_only_they():
     ]
 
 
+def test_a_row_in_one_of_three_lanes_has_a_token_in_every_third_step():
+    fold, tracer = StepFold(), Tracer()
+    source = tracer.source("any")
+    tracer.emit(EventKind.REQUEST_ACCEPTED, source, 0, 3, 1, 0)
+    tracer.emit(EventKind.ROW_DECODE, source, 4, 3, 0, 20, 3)
+    for step in range(4, 12):  # tokens in steps 4, 7 and 10: it has 23 of them
+        tracer.emit(EventKind.STEP_GRANTED, source, step, 1, 1, 1, 0)
+        tracer.emit(EventKind.STEP_DONE, source, step, 1, 0, 10)
+    tracer.emit(EventKind.STEP_GRANTED, source, 12, 1, 24, 0, 0)
+    tracer.emit(EventKind.ROW_EXTEND, source, 12, 3, 0, 0, 24)  # computed again, with one more
+    tracer.emit(EventKind.STEP_DONE, source, 12, 1, 0, 10)
+    rows = fold.take(tracer.read_all())
+    assert [row.num_wasted_tokens for row in rows] == [*([0] * 8), 23]
+
+
 def test_steps_are_the_same_in_whatever_pieces_their_records_are_read():
     draw, tracer = Random(7), Tracer()
     source = tracer.source("any")

@@ -81,3 +81,21 @@ def test_steps_of_one_engine_keep_their_rows_while_others_end_and_a_move_wastes_
     third, moved = fold.take(engines.tracer.read_all()[seen:])
     assert (third.step, third.num_rows, third.num_prefill_tokens) == (3, 1, 8)
     assert moved.num_wasted_tokens == 17, "those that the first engine had computed, as far as is known"
+
+
+def test_a_request_in_one_of_two_lanes_has_every_second_step() -> None:
+    engines = Engines()
+    engines.tracer.emit_request_name(0, 7, "r")
+    engines.step(1, 0, 16)
+    for step in range(2, 8):
+        engines.time_ns += 100_000
+        engines.emit(EventKind.STEP_GRANTED, step, 1, 1, 0, 9)
+        if step == 3:
+            engines.emit(EventKind.ROW_DECODE, step, 7, 0, 16, 2)
+        engines.emit(EventKind.STEP_DONE, step, 1, 0, 50)
+    timeline = Timeline(engines.tracer.readers, "r")
+    timeline.refresh()
+    assert (found := timeline.to_json()) is not None
+    assert found["sequences"][0]["ticks_us"] == [100, 300, 500, 700]
+    fall = waterfall(TraceView(engines.tracer.read_all(), engines.tracer.readers()[0].names()), 7)
+    assert fall is not None and [part.step for part in fall.steps] == [1, 3, 5, 7]

@@ -1,6 +1,7 @@
 """The trace: records, what a reader may rely on while the writer goes on, and derived tables."""
 
 import mmap
+import random
 import re
 import struct
 import tempfile
@@ -13,7 +14,7 @@ import pytest
 from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.trace import format as trace_format
 from millrace.runtime.trace.format import NUM_BEGUN_AT, RECORD, RECORD_DTYPE, RECORDS_AT
-from millrace.runtime.trace.step_rows import KEYFRAME_STEPS, StepRows
+from millrace.runtime.trace.step_rows import KEYFRAME_STEPS, LaneRows, StepRows
 from millrace.runtime.trace.tracer import (
     FIELDS,
     EventKind,
@@ -338,23 +339,56 @@ def test_steady_decoding_writes_no_row_and_a_change_writes_only_itself():
 
 def test_lanes_that_take_turns_give_each_row_the_tokens_of_its_own_steps():
     steps, exact = Steps(), Steps()
-    steps.rows = StepRows(steps.tracer, 0, num_slots=8, num_lanes=2)
+    rows = LaneRows(steps.tracer, 0, 8, num_lanes=2)
     lanes = [np.array([0, 1, 2]), np.array([3, 4])]
-    steps.rows.step(1, np.arange(5), 70 + np.arange(5), np.zeros(5, np.int64), np.full(5, 9))
+    rows.step(1, np.arange(5), 70 + np.arange(5), np.zeros(5, np.int64), np.full(5, 9))
     exact.step(1, *((slot, 70 + slot, 0, 9) for slot in range(5)), gives=tuple(range(70, 75)))
     steps.tracer.emit(EventKind.STEP_DONE, 0, 1, 5)
     num_short = 0
-    for step in range(2, 600):
+    for step in range(2, 800):
         slots = np.arange(5) if step == 300 else lanes[step % 2]
         starts, ones = np.full(len(slots), 9 + step), np.ones(len(slots), np.int64)
-        is_short = steps.rows.go_on(step, slots, starts)
+        is_short = rows.go_on(step, slots, starts)
         num_short += is_short
         if not is_short:
-            steps.rows.step(step, slots, 70 + slots, starts, ones)
+            rows.step(step, slots, 70 + slots, starts, ones)
         steps.tracer.emit(EventKind.STEP_DONE, 0, step, len(slots))
-        rows = [(slot, 70 + slot, 9 + step, 1) for slot in slots.tolist()]
-        exact.step(step, *rows, gives=tuple((70 + slots).tolist()))
-    assert num_short > 550 and steps.derived() == exact.derived() == exact.expected
+        columns = [(slot, 70 + slot, 9 + step, 1) for slot in slots.tolist()]
+        exact.step(step, *columns, gives=tuple((70 + slots).tolist()))
+    assert num_short > 750 and steps.derived() == exact.derived() == exact.expected
+    kinds = steps.tracer.read_all()["kind"]
+    assert np.count_nonzero(kinds == EventKind.ROW_DECODE) <= 5 * (3 + 800 // KEYFRAME_STEPS)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_in_lanes_that_come_go_and_miss_turns_have_the_tokens_of_their_steps(seed: int):
+    """Random lives, told to rows in lanes and, row by row, to those of one lane."""
+    dice, steps, exact = random.Random(seed), Steps(), Steps()
+    num_lanes = dice.randint(2, 4)
+    rows = LaneRows(steps.tracer, 0, 8, num_lanes)
+    sequence_in = {slot: 70 + slot for slot in range(dice.randint(1, 8))}
+    lanes: list[np.ndarray] = []
+    for step in range(1, 700):
+        if dice.random() < 0.05 or not lanes:  # rows come, go, and are dealt anew
+            for slot in dice.sample(range(8), 2):
+                sequence_in[slot] = 70 + 8 * step + slot
+            if dice.random() < 0.5 and len(sequence_in) > 1:
+                sequence_in.pop(dice.choice(list(sequence_in)))
+            slots = np.array(dice.sample(list(sequence_in), len(sequence_in)))
+            lanes = [lane for lane in np.array_split(slots, num_lanes) if len(lane)]
+        chosen, extends = lanes[step % len(lanes)], dice.random() < 0.05
+        if dice.random() < 0.05:
+            chosen = dice.choice(lanes)
+        ids = np.array([sequence_in[slot] for slot in chosen.tolist()])
+        starts, counts = np.full(len(ids), step), np.ones(len(ids), np.int64)
+        counts[: 1 + len(ids) // 2] += 3 * extends
+        if extends or not rows.go_on(step, chosen, starts):
+            rows.step(step, chosen, ids, starts, counts)
+        is_void = dice.random() < 0.03
+        steps.tracer.emit(EventKind.STEP_VOID if is_void else EventKind.STEP_DONE, 0, step, len(ids))
+        columns = zip(chosen.tolist(), ids.tolist(), starts.tolist(), counts.tolist(), strict=True)
+        exact.step(step, *columns, is_void=is_void)
+    assert steps.derived() == exact.derived()
 
 
 def test_a_slot_taken_by_another_sequence_is_noticed_if_the_number_of_rows_stays():

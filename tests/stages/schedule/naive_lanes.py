@@ -30,6 +30,9 @@ class NaiveLanes:
     def free_lane(self, service_order: Any, flights: Any) -> None:
         return None
 
+    def are_filled_by(self, slots: Any, service_order: Any, flights: Any) -> bool:
+        return False
+
     def drop(self, steady: Any) -> None:
         return None
 

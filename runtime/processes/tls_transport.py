@@ -127,17 +127,21 @@ class TlsTransport(SocketTransport):
         data, pieces = super().recv(), list[bytes]()
         if data:
             self._incoming.write(data)
+        incoming, connection = self._incoming, self._connection
         try:
-            while piece := self._connection.read(RECORD_BYTES):
+            is_left = True
+            while is_left and (piece := connection.read(RECORD_BYTES)):
                 pieces.append(piece)
-            self._has_ended = True
+                is_left = bool(incoming.pending or connection.pending())  # cheaper than the exception
+            self._has_ended = is_left or data == b""
         except ssl.SSLWantReadError:
             self._has_ended = data == b""
         except ssl.SSLZeroReturnError:
             self._has_ended = True
         except ssl.SSLError as error:
             self._has_ended, self.failure = True, self._tls.why(error)
-        self._answer()
+        if self._outgoing.pending:
+            self._answer()
         if not pieces:
             return b"" if self._has_ended else None
         if self._has_ended and self._loop is not None:
@@ -168,7 +172,7 @@ class TlsTransport(SocketTransport):
 
     def _answer(self) -> None:
         """Sends what TLS itself answers to what came, such as new keys."""
-        if self._outgoing.pending and self._loop is not None:
+        if self._loop is not None:
             self._rest = memoryview(bytes(self._rest) + self._outgoing.read())
             with suppress(OSError):  # the next read or `send` meets it, too
                 self._flush()

@@ -36,7 +36,12 @@ _ID_PATTERN = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_ID_CHARS}}}")
 
 def session_of(request: web.Request) -> str:
     """What the client calls its session in `X-Session-Id`; "" if nothing, or more than may be kept."""
-    named = request.headers.get("X-Session-Id", "")
+    return session_in(request.headers)
+
+
+def session_in(headers: Mapping[str, str]) -> str:
+    """As `session_of`, of a request or the handshake of a WebSocket with these headers."""
+    named = headers.get("X-Session-Id", "")
     return named if len(named) <= MAX_SESSION_CHARS else ""
 
 

@@ -13,7 +13,7 @@ from ...runtime.env.log import bound
 from ..api.openai.prepared_request import stream_error
 from ..api.responses.service import ParsedBody, ResponseService
 from ..errors import ApiError, shorten
-from ..http.request_context import MAX_ID_CHARS
+from ..http.request_context import MAX_ID_CHARS, session_in
 from .base_session import SocketSession
 from .context import SocketContext
 from .peer import Peer
@@ -91,7 +91,8 @@ class ResponsesSession(SocketSession):
         if parsed.elsewhere is not None and fronts is not None:
             front, body = parsed.elsewhere
             return fronts.events(self.peer.headers, front, "/v1/responses", body)
-        order = await self._responses.take(parsed, self.owner, self._client_id)
+        session = session_in(self.peer.headers)
+        order = await self._responses.take(parsed, self.owner, self._client_id, session)
         return self._responses.events(order)
 
 

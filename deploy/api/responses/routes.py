@@ -13,7 +13,7 @@ from aiohttp import web
 from ...errors import ApiError, shorten
 from ...http.body_reader import read
 from ...http.query_params import flag, whole_number
-from ...http.request_context import OWNER, REQUEST_ID
+from ...http.request_context import OWNER, REQUEST_ID, session_of
 from ...http.sse import named_event, stream_framed
 from ..openai.api_routes import ApiParts, ApiRoutes, post
 from ..openai.prepared_request import ignored_headers
@@ -55,7 +55,7 @@ class ResponsesRoutes(ApiRoutes):
         if parsed.elsewhere is not None and self.service.fronts is not None:
             front, body = parsed.elsewhere
             return await self.service.fronts.pass_on(request, front, body)
-        order = await self.responses.take(parsed, request[OWNER], request[REQUEST_ID])
+        order = await self.responses.take(parsed, request[OWNER], request[REQUEST_ID], session_of(request))
         headers = ignored_headers([*parsed.ignored, *order.order.ignored])
         if order.body.background:
             stored = self.responses.start(order)

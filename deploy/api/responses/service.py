@@ -58,7 +58,7 @@ class PreparedResponse:
     body: ResponsesBody
     order: PreparedRequest
     items: bytes  # its own input items, as JSON
-    first_id: str  # of the conversation's first response that is stored, or its own
+    session: str  # as the header X-Session-Id names it; else the conversation's first stored response, or itself
 
 
 class ResponseService:
@@ -91,15 +91,15 @@ class ResponseService:
         elsewhere = None if front is None else (front, data)
         return ParsedBody(PREFIX + suffix, body, passed, ignored, items, len(data), elsewhere)
 
-    async def take(self, parsed: ParsedBody, owner: str, client_id: str) -> PreparedResponse:
-        """The order with its history.
+    async def take(self, parsed: ParsedBody, owner: str, client_id: str, session: str = "") -> PreparedResponse:
+        """The order with its history. `session`: as the client names it; "": not at all.
 
         `ApiError` 400 names the field; 404 a response that is not stored.
         """
         self.service.require_engine()
         chain = self._chain(parsed.body.previous_response_id, owner)
         history = [part for stored in chain for part in (stored.items, stored.output)]
-        first_id = chain[0].id if chain else parsed.id
+        session = session or (chain[0].id if chain else parsed.id)
         num_bytes = parsed.num_bytes + sum(map(len, history))
         limit = self.service.config.max_body_bytes
         if history and num_bytes > limit:
@@ -107,13 +107,13 @@ class ResponseService:
                 f"previous_response_id: input and history have {num_bytes} bytes together; must have at most {limit}"
             )
             raise ApiError("context_length_exceeded", message, param="previous_response_id")
-        make = partial(self._make_order, parsed, owner, client_id, first_id, history)
+        make = partial(self._make_order, parsed, owner, client_id, session, history)
         if num_bytes <= INLINE_BYTES and parsed.body.truncation != "auto":
             return make()
         return await run_sized(self._threads, num_bytes, make)
 
     def _make_order(
-        self, parsed: ParsedBody, owner: str, client_id: str, first_id: str, history: Sequence[bytes]
+        self, parsed: ParsedBody, owner: str, client_id: str, session: str, history: Sequence[bytes]
     ) -> PreparedResponse:
         earlier: list[Item] = [item for part in history for item in orjson.loads(part)]
         names = ["previous_response_id"] * len(earlier) + [f"input[{i}]" for i in range(len(parsed.items))]
@@ -123,7 +123,7 @@ class ResponseService:
         def without(num_cut: int) -> PreparedResponse:
             named = name_of(sources[num_cut:], num_before=int(parsed.body.instructions is not None))
             order = take_order(self._generation, parsed.body.chat(messages[num_cut:]) | parsed.passed, named)
-            return PreparedResponse(parsed.id, owner, client_id, parsed.body, order, items, first_id)
+            return PreparedResponse(parsed.id, owner, client_id, parsed.body, order, items, session)
 
         num_cut = 0
         if parsed.body.truncation == "auto":
@@ -202,7 +202,7 @@ class ResponseService:
             order.client_id,
             order.owner,
             answer_id=order.id,
-            session=order.body.prompt_cache_key or order.first_id,
+            session=order.body.prompt_cache_key or order.session,
         )
 
     def _keep(self, order: PreparedResponse, built: ResponseEvents) -> None:

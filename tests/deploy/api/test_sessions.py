@@ -39,7 +39,8 @@ def test_the_body_names_a_session_else_the_header_does_in_every_api(sessions: li
         ("/v1/completions", {"prompt": "hi", "max_tokens": 2, "prompt_cache_key": "k"}, {}, "k"),
         ("/v1/messages", chat, HEADER, HEADER["X-Session-Id"]),
         ("/api/chat", {"messages": MESSAGES, "stream": False}, HEADER, HEADER["X-Session-Id"]),
-        ("/v1/responses", {"input": "hi", "prompt_cache_key": "k"}, {}, "k"),
+        ("/v1/responses", {"input": "hi", "prompt_cache_key": "k"}, HEADER, "k"),
+        ("/v1/responses", {"input": "hi"}, HEADER, HEADER["X-Session-Id"]),
         ("/v1/completions", {"prompt": "hi", "max_tokens": 2}, {"X-Session-Id": "x" * 513}, ""),
     ]
 
@@ -67,6 +68,10 @@ def test_a_conversation_of_responses_is_the_session_of_its_first_one(sessions: l
                     previous = (await response.json())["id"]
                     ids.append(previous)
             assert sessions == [ids[0]] * 3
+            sessions.clear()
+            async with running.http.post(running.server.url + "/v1/responses", json=body, headers=HEADER) as response:
+                assert response.status == 200, await response.text()
+            assert sessions == [HEADER["X-Session-Id"]]  # what the client says goes first
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

@@ -73,6 +73,7 @@ BELOW = {
     "stages/schedule": "stages stages/schedule/step_timing",
     "stages/routing": "stages/allocate stages/schedule stages/schedule/step_timing",
     "stages/tokenize": "stages",
+    "stages/traffic": "stages",
     "stages/execute": "stages stages/device",
     "stages/executor": "stages",
     "stages/sample": "stages stages/device stages/grammar",
@@ -94,10 +95,11 @@ BELOW = {
     "stages/evaluation": "stages stages/device stages/execute stages/loading",
     "stages/split": "stages stages/adapters stages/allocate stages/device stages/exit stages/grammar stages/schedule "
     "stages/schedule/step_timing stages/routing stages/executor stages/sample stages/recordings stages/beam_search "
-    "stages/loading stages/engine",
+    "stages/loading stages/engine stages/traffic",
     "stages/fleet": "stages stages/allocate stages/engine stages/executor stages/exit stages/grammar stages/intake "
     "stages/routing stages/split",
-    "stages/machines": "stages stages/device stages/engine stages/executor stages/fleet stages/routing stages/split",
+    "stages/machines": "stages stages/device stages/engine stages/executor stages/fleet stages/routing stages/split "
+    "stages/traffic",
     "stages/testing/scripted": "stages stages/allocate stages/device stages/grammar stages/schedule stages/sample "
     "stages/backends/cuda stages/engine",
     "stages/testing": "stages/testing/scripted",

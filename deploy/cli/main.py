@@ -190,6 +190,8 @@ def _add_engine(commands: Any) -> None:
         "other engines at once, where they go on (default: finish)"
     )
     fleet.add_argument("--drain-by", choices=("finish", "migrate"), default="finish", help=text)
+    text = "what fronts are told of the engine, such as version=v2; may be repeated"
+    fleet.add_argument("--label", action="append", default=[], metavar="NAME=VALUE", help=text)
     _add_common(engine)
     _add_engine_flags(engine, LOGGING | {"shutdown_timeout_s", "link_timeout_s"})
 

@@ -26,7 +26,7 @@ OF_ENGINES = frozenset(  # families that each front tells alike, as its engines 
     | {"millrace:kv_internal_fragmentation_ratio", "millrace:host_kv_blocks", "millrace:preemptions"}
     | {"millrace:swaps_refused", "millrace:recomputed_tokens", "millrace:host_prefix_cache_hits"}
     | {"millrace:num_requests_drafting", "millrace:engine_up", "millrace:engine_deaths", "millrace:startup_seconds"}
-    | {"millrace:engine_process_deaths"}
+    | {"millrace:engine_process_deaths", "millrace:engine_labels"}
 )
 HIGHEST = frozenset(  # gauges of which the highest counts
     {"millrace:channel_high_water", "millrace:channel_capacity", "vllm:lora_requests_info"}

@@ -67,3 +67,22 @@ def engines(fleet: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
             value = one[field] == "ready" if field == "state" else one[field]
             family.add_metric([str(one["index"])], float(value))
         yield family
+    yield _engine_labels(fleet)
+
+
+def label_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """The labels of an engine as those of a metric, which has names of its own."""
+    return {f"label_{name}": value for name, value in labels.items()}
+
+
+def _engine_labels(fleet: Sequence[Mapping[str, Any]]) -> Metric:
+    """To join with the other families by `engine`. A label that an engine lacks is empty, which means the same."""
+    rows = [
+        {"engine": str(one["index"]), "address": one["address"] or ""} | label_labels(one["labels"]) for one in fleet
+    ]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = "What is said of the engine process, as labels; the value is 1."
+    family = GaugeMetricFamily("millrace:engine_labels", text, labels=names)
+    for row in rows:
+        family.add_metric([row.get(name, "") for name in names], 1.0)
+    return family

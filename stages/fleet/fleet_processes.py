@@ -406,6 +406,7 @@ class FleetProcesses:
             {
                 "index": core.index,
                 "address": self.hosts.name_of(core.index),
+                "labels": dict(core.labels),
                 "pid": core.pid,
                 "state": _state(core),
                 "reason": _missing_reason(core),

@@ -50,6 +50,7 @@ from ..split.protocol import (
     StatusReply,
 )
 from ..split.step_loop import StepLoop
+from ..traffic.labels import Labels
 from .front_channels import FanOut, FrontRequests
 from .front_link import FrontLink
 
@@ -67,7 +68,8 @@ class EngineServer:
     """Loads the model once, and serves the fronts that `take` gets. Call `start`, in the end `aclose`.
 
     `prefix_key` names blocks, the same for all engines that a front routes between; None: no front knows what is
-    cached. `ended` is set when the step loop is dead, and `drain_asked` when a front wants the engine to drain.
+    cached. Fronts are told `labels`. `ended` is set when the step loop is dead, and `drain_asked` when a front wants
+    the engine to drain.
     """
 
     def __init__(
@@ -77,11 +79,13 @@ class EngineServer:
         load: Load = load,
         *,
         prefix_key: bytes | None = None,
+        labels: Labels | None = None,
         link_timeout_s: float | None = LINK_TIMEOUT_S,
     ) -> None:
         check(config)
         self.config, self._env, self._load = config, env, load
         self._prefix_key, self._link_timeout_s = prefix_key, link_timeout_s
+        self.labels: Labels = {} if labels is None else labels
         self.state: State = "loading"
         self.reason = "the model is loading"
         self.ended = asyncio.Event()
@@ -177,7 +181,8 @@ class EngineServer:
         front.is_welcome = True
         front.wants_keys = setup.prefix_key is not None and setup.prefix_key == self._prefix_key
         front.first_step = setup.first_step - 1 - self._loop.core.schedule.scheduler.last_granted
-        if not front.post(EngineReady(self._info, dict(self.phases.seconds), self._files, self.config, self._instance)):
+        own = (self._info, dict(self.phases.seconds), self._files, self.config, self._instance, self.labels)
+        if not front.post(EngineReady(*own)):
             front.post(NotStarted("VersionError", "the engine is of another version; update it or the front"))
             return front.flush()
         log.info("engine.front_came", front=front.number, num_fronts=len(self.fronts))

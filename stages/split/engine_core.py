@@ -24,6 +24,7 @@ from ..engine.engine_status import CoreReport
 from ..executor.engine_host import StartHost
 from ..messages import StepTokens, TokenRequest
 from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE
+from ..traffic.labels import Labels, known_labels
 from .inflight_requests import InflightRequests
 from .process_client import MODULE, EngineClient, EngineDied
 from .process_keeper import ProcessKeeper
@@ -92,6 +93,7 @@ class EngineCore:
         self.client: EngineClient | None = None
         self.keeper: ProcessKeeper | None = None
         self.ready: EngineReady | None = None  # what the present process told at its start
+        self.labels: Labels = {}  # of the present process, or the last one
         self.is_draining = False  # it takes no new requests
         self.is_parting = False  # its link ends by plan
         self.has_come_back = False  # the present process is the one before: only its connection had ended
@@ -149,6 +151,7 @@ class EngineCore:
         ready = await client.start(setup, self.files)
         before, self.ready = self.ready, ready
         self._num_silent_checks = 0
+        self.labels = known_labels(ready.labels)
         self.has_come_back = before is not None and ready.instance == before.instance != ""
         if self._model_files is None:
             self._model_files = ready.files
@@ -233,6 +236,7 @@ class EngineCore:
     def forget_process(self) -> None:
         """The process has gone by plan: nothing of it concerns the next one, but the numbers of its steps."""
         self.ready = self.report = None
+        self.labels = {}
         self.is_draining = self.is_parting = False
         self._num_silent_checks = 0
 

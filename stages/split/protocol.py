@@ -12,6 +12,7 @@ Plain data. The items are `TokenRequest` and `StepTokens`, from `stages/messages
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from typing import Any
 
 from ...kernels.layout.kv_layout import KVKind, KVLayout
@@ -74,6 +75,7 @@ class EngineReady:
     files: Mapping[str, str]  # digests of the model's files that were loaded, by name
     config: EngineConfig | None = None  # of an engine that has its own settings, whatever the front has
     instance: str = ""  # of the process, drawn at its start, if it goes on after the end of a link; "": it does not
+    labels: Mapping[str, str] = field(default_factory=dict)  # what its operator says of it, such as its version
 
 
 @message

@@ -58,6 +58,7 @@ class EngineOfFleet(Shape):
 
     index: Count
     address: str | None  # of an engine elsewhere
+    labels: dict[str, str]  # as `millrace engine --label`
     pid: Count | None
     state: Literal["ready", "loading", "draining", "dead"]
     reason: str | None  # why it takes no requests

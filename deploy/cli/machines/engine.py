@@ -22,6 +22,7 @@ from ....stages.engine.warm_up import warm_up
 from ....stages.errors import ConfigError
 from ....stages.machines.engine_server import DrainBy, EngineServer
 from ....stages.machines.route_engine import warm_up_own
+from ....stages.traffic.labels import Labels, parse_labels
 from ...config import ServerConfig
 from .. import standard_streams
 from ..serve import STOP_S, StopSignals
@@ -38,9 +39,10 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     configure(server_config.log_format, server_config.log_level)
     address, key = parse_address("--listen", options.listen), read_key(options.fleet_key_file)
     tls = read_tls(tls_files(options.fleet_tls_cert, options.fleet_tls_key, options.fleet_tls_ca), "listener")
+    labels = parse_labels("--label", options.label)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         code, is_device_lost = runner.run(
-            _live(engine_config, server_config, address, key, tls, options.metrics_port, options.drain_by)
+            _live(engine_config, server_config, address, key, tls, options.metrics_port, options.drain_by, labels)
         )
     if is_device_lost:
         os._exit(code)  # at once: the driver's own end may wait for the device
@@ -55,10 +57,13 @@ async def _live(
     tls: FleetTls | None,
     metrics_port: int | None,
     drain_by: DrainBy,
+    labels: Labels,
 ) -> tuple[int, bool]:
     manager = ServiceManager.take(os.environ)
     env = LiveEnv(config.seed)
-    engine = EngineServer(config, env, prefix_key=prefix_key(key), link_timeout_s=server_config.link_timeout_s)
+    engine = EngineServer(
+        config, env, prefix_key=prefix_key(key), labels=labels, link_timeout_s=server_config.link_timeout_s
+    )
     listener = _listener(address, key, tls, engine)
     config.check_files()
     await _check_free(listener)

@@ -13,7 +13,7 @@ from ....stages.machines.engine_server import EngineServer
 from ...config import ServerConfig
 from ...http.listener import ServerRunner, Site
 from ...http.listening import ListeningSockets
-from ...metrics.families import counter, gauge
+from ...metrics.families import counter, gauge, label_labels
 
 MAX_CONNECTIONS = 64  # of probes and scrapes; a full server still answers /health
 
@@ -53,6 +53,8 @@ class EnginePages:
         """200 while fronts may connect; 503 while the model loads, and from the drain on."""
         engine = self._engine
         body: dict[str, object] = {"status": engine.state, "fronts": engine.num_fronts, "requests": engine.num_live}
+        if engine.labels:
+            body["labels"] = dict(engine.labels)
         if engine.state != "ready":
             body["reason"] = engine.reason
         return web.json_response(body, status=200 if engine.state == "ready" else 503)
@@ -69,6 +71,8 @@ class EnginePages:
         """Called by prometheus-client at each scrape."""
         engine = self._engine
         yield gauge("millrace:engine_ready", "1 while fronts may connect.", float(engine.state == "ready"), {})
+        text = "What the operator says of the engine, as labels; the value is 1."
+        yield gauge("millrace:engine_labels", text, 1.0, label_labels(engine.labels))
         yield gauge("millrace:fronts", "Fronts that are connected.", engine.num_fronts, {})
         yield counter("millrace:fronts_gone", "Fronts whose link has ended.", engine.num_fronts_gone, {})
         yield gauge("millrace:engine_live_requests", "Requests of all fronts.", engine.num_live, {})

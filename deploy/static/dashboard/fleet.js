@@ -26,7 +26,7 @@ export function View({ app }) {
     ${found.engines.length > 0 && html`<${Card} title="Engines" note="Requests of this front, and their work in tokens of a prompt."><table>
       <thead><tr><th scope="col">engine</th><th scope="col">state</th><th scope="col" class="num">requests</th><th scope="col">work</th><th scope="col" class="num">deaths</th></tr></thead>
       <tbody>${found.engines.map((engine) => html`<tr key=${engine.index} data-engine=${engine.index}>
-        <th scope="row">${engine.index}${engine.name && html` <span class="note">${engine.name}</span>`}</th>
+        <th scope="row">${engine.index}${engine.address && html` <span class="note">${engine.address}</span>`}${Object.entries(engine.labels).map(([name, value]) => html` <span class="badge" key=${name}>${name}=${value}</span>`)}</th>
         <td><${State} of=${engine} /></td><td class="num">${count(engine.num_requests)}</td>
         <td><meter min="0" max=${most} value=${engine.work} aria-label=${`work of engine ${engine.index}`}></meter> ${count(engine.work)}</td>
         <td class="num">${count(engine.num_deaths)}</td></tr>`)}</tbody></table><//>`}

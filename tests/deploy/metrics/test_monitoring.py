@@ -51,7 +51,7 @@ class OneEngine:
 
     def collect(self) -> Iterator[Metric]:
         figures = ("index", "num_requests", "num_deaths", "num_expected_cached_tokens")
-        return engines([{"state": "ready"} | dict.fromkeys(figures, 0)])
+        return engines([{"state": "ready", "address": None, "labels": {}} | dict.fromkeys(figures, 0)])
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from millrace.stages.outputs import ModelInfo
 from millrace.stages.params import SamplingParams
 from millrace.stages.testing.scripted.engine import SMALL, _device, _loaded, _model, _resolved
 from millrace.stages.testing.scripted.script import Script
+from millrace.stages.traffic.labels import Labels
 
 KEY = b"k" * 16
 CONFIG = replace(SMALL, max_num_seqs=8)
@@ -38,11 +39,12 @@ class ScriptedMachines:
         self._env = LiveEnv(0)
         self.servers: dict[str, EngineServer] = {}
 
-    async def start(self, *names: str, **overrides: Any) -> None:
+    async def start(self, *names: str, labels: Labels | None = None, **overrides: Any) -> None:
         """Starts engines at these hosts, port 1."""
         for name in names:
             config = replace(self.config, **overrides)
-            server = EngineServer(config, self._env, self._load, prefix_key=KEY, link_timeout_s=None)
+            options: dict[str, Any] = {"prefix_key": KEY, "link_timeout_s": None, "labels": labels}
+            server = EngineServer(config, self._env, self._load, **options)
             await server.start()
             self.servers[f"{name}:1"] = server
 

@@ -91,13 +91,14 @@ BELOW = {
     "stages/backends/torch",
     "stages/engine": "stages stages/adapters stages/allocate stages/detokenize stages/device stages/encode stages/exit "
     "stages/grammar stages/intake stages/schedule stages/tokenize stages/execute stages/sample "
-    "stages/recordings stages/beam_search stages/loading",
+    "stages/recordings stages/beam_search stages/loading stages/traffic",
     "stages/evaluation": "stages stages/device stages/execute stages/loading",
     "stages/split": "stages stages/adapters stages/allocate stages/device stages/exit stages/grammar stages/schedule "
     "stages/schedule/step_timing stages/routing stages/executor stages/sample stages/recordings stages/beam_search "
     "stages/loading stages/engine stages/traffic",
+    "stages/fleet/traffic": "stages stages/exit stages/split stages/traffic",
     "stages/fleet": "stages stages/allocate stages/engine stages/executor stages/exit stages/grammar stages/intake "
-    "stages/routing stages/split",
+    "stages/routing stages/split stages/traffic stages/fleet/traffic",
     "stages/machines": "stages stages/device stages/engine stages/executor stages/fleet stages/routing stages/split "
     "stages/traffic",
     "stages/testing/scripted": "stages stages/allocate stages/device stages/grammar stages/schedule stages/sample "

@@ -7,6 +7,7 @@ from ..api.schema.shapes import EngineOfFleet
 from . import shapes
 from .adapters import MAX_TIMEOUT_S, AddAdapterBody, LoadAdapterBody, UnloadAdapterBody
 from .profiler import DEFAULT_S, MAX_S
+from .traffic import TrafficBody
 
 OPERATIONS = (
     Operation(
@@ -50,6 +51,27 @@ OPERATIONS = (
         parameters={"id": "The engine's index or address, as in /server_info"},
         query={"by": {"type": "string", "enum": ["", "finish", "migrate"], "default": ""}},
         answers=json(EngineOfFleet),
+        errors=(*ENGINE_ERRORS, "invalid_value", "not_found"),
+    ),
+    Operation(
+        method="GET",
+        path="/admin/traffic",
+        name="traffic",
+        group="admin",
+        summary="What a front of a fleet does by the labels of engines, and what became of the requests of each side",
+        access="admin",
+        answers=json(shapes.TrafficState),
+        errors=(*ENGINE_ERRORS, "not_found"),
+    ),
+    Operation(
+        method="POST",
+        path="/admin/traffic",
+        name="changeTraffic",
+        group="admin",
+        summary="Change the shares of requests that go by the labels of engines",
+        access="admin",
+        body=TrafficBody,
+        answers=json(shapes.TrafficState),
         errors=(*ENGINE_ERRORS, "invalid_value", "not_found"),
     ),
     Operation(

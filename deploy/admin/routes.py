@@ -23,6 +23,7 @@ from ..http.responses import answer, expect
 from .adapters import AdapterAdminRoutes
 from .files import FileRoutes
 from .profiler import Profiler
+from .traffic import TrafficRoutes
 
 DRAIN_BY = ("", "finish", "migrate")
 DEFAULT_TRACE_S, MAX_TRACE_S = 30.0, 3_600.0  # on a busy server the trace covers less
@@ -38,6 +39,7 @@ class AdminRoutes:
         self.profiler = Profiler(service)
         self.adapters = AdapterAdminRoutes(service, threads)
         self._files = FileRoutes(service, threads)
+        self._traffic = TrafficRoutes(service, threads)
         self._threads = threads
 
     @property
@@ -69,6 +71,8 @@ class AdminRoutes:
             web.get("/admin/trace", self.trace),
             web.post("/admin/flight", self.record_flight, expect_handler=expect),
             web.post("/admin/engines/{id}/drain", self.drain_engine, expect_handler=expect),
+            web.get("/admin/traffic", self._traffic.traffic),
+            web.post("/admin/traffic", self._traffic.change, expect_handler=expect),
             web.post("/admin/profiler/start", self.profiler.start, expect_handler=expect),
             web.post("/admin/profiler/stop", self.profiler.stop, expect_handler=expect),
             web.get("/admin/files", self._files.files),

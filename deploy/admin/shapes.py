@@ -45,6 +45,26 @@ class CacheReset(Shape):
     freed_blocks: Count
 
 
+class SideOfSplit(Shape):
+    """The requests of one side of a split, since the split has its label."""
+
+    num_requests: Count
+    num_moved: Count  # drawn for this side, and sent to the other one, which alone could take them
+    num_finished: Count
+    num_failed: Count
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+
+
+class TrafficState(Shape):
+    """What a front does by the labels of engines, as flags say it, and what became of its requests."""
+
+    split: str | None
+    shadow: str | None
+    sides: dict[Literal["labelled", "rest"], SideOfSplit]
+    copies: dict[Literal["equal", "different", "failed", "late", "shed", "uncompared"], Count]
+
+
 class FlightFile(Shape):
     """The flight recorder's file; null if one was written seconds ago."""
 

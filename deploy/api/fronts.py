@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from ...stages.traffic.traffic_rules import TrafficRules
+
 
 class FrontSocket(Protocol):
     """A WebSocket to another front."""
@@ -34,6 +36,9 @@ class Fronts(Protocol):
     @property
     def states(self) -> Sequence[Mapping[str, Any]]:
         """What is known of each: number, pid, state, reason, num_restarts."""
+
+    def tell_traffic(self, rules: TrafficRules) -> None:
+        """These rules were set at this front: all follow them."""
 
     def owner_of(self, marked: str) -> int | None:
         """The other front in which an id lives, by what is random in it; None for this one's, and for unknown ids."""

@@ -208,6 +208,16 @@ def _add_route(commands: Any) -> None:
         "addresses in a file, one a line, which may change; may be repeated"
     )
     fleet.add_argument("--engine", action="append", required=True, metavar="HOST:PORT", help=text)
+    text = (
+        "share of the requests for the engines with this label; the others go to the other engines; a session stays on "
+        "its side; changed at run time by POST /admin/traffic"
+    )
+    fleet.add_argument("--split", metavar="NAME=VALUE:PERCENT", help=text)
+    text = (
+        "share of the requests of which copies go to the engines with this label, which serve nothing else; their "
+        "answers are compared with the real ones, and dropped"
+    )
+    fleet.add_argument("--shadow", metavar="NAME=VALUE:PERCENT", help=text)
     text = "as --front-processes, by vLLM's name"
     fleet.add_argument(
         "--api-server-count", type=int, metavar="N", dest="front_processes", default=argparse.SUPPRESS, help=text

@@ -200,7 +200,7 @@ class LiveViewer(Viewer):
             "loop": lambda: snapshots.loop_health(engine, service.watchdog),
             "config": lambda: {"rows": snapshots.configuration(engine, service)},
             "prefixes": lambda: self._sources.prefixes.seen_by(self._may_see),
-            "fleet": lambda: fleet(engine, service, self._may_see),
+            "fleet": lambda: fleet(engine, service, self._sources.warm, self._may_see),
         }
 
         def tree(name: str, update: Update) -> None:

@@ -16,6 +16,7 @@ from ..metrics.metrics import Metrics
 from . import snapshots
 from .block_map import BlockMap
 from .derived import ThrottledValue
+from .fleet import WarmPrefixes
 from .flow import FlowRates, TokenCounts
 from .history import Counts, HistoryLog
 from .prefixes import Prefixes
@@ -47,6 +48,7 @@ class LiveSources:
         self.flow = FlowRates()
         self.history = HistoryLog(threads)
         self.prefixes = Prefixes()
+        self.warm = WarmPrefixes()
         self.recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_RECENT)  # (owner, ended request)
 
     def watch(self, engine: Engine) -> None:

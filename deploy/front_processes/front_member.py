@@ -17,6 +17,7 @@ from ...runtime.processes.lasting_starter import continue_with_starter
 from ...runtime.processes.link import Link
 from ...runtime.processes.transport import SocketTransport
 from ...runtime.startup.load_progress import LoadState
+from ...stages.traffic.traffic_rules import TrafficRules
 from .words import (
     CODEC,
     LINK_TIMEOUT_S,
@@ -28,6 +29,9 @@ from .words import (
     MetricsSum,
     MetricsTaken,
     MetricsWanted,
+    TrafficSettings,
+    settings_of,
+    traffic_of,
 )
 
 TELL_S = 1.0  # between two times at which a front that has done something tells its metrics
@@ -93,6 +97,7 @@ class FrontMember:
         self.link = ChildLink(sock, self._receive, ends_process=ends_process)
         self.states: Sequence[FrontState] = ()  # of all fronts, as last told
         self.on_loading: Callable[[LoadState], object] = lambda state: None  # how far the engines are
+        self.on_traffic: Callable[[TrafficRules], object] = lambda rules: None  # set at a front, for all
         self.own_metrics: Callable[[], bytes] | None = None
         self.has_engines = asyncio.Event()  # all have been ready once
         self.has_started = False  # it takes requests
@@ -116,6 +121,10 @@ class FrontMember:
         finally:
             del self._asked[number]
         return found.fronts, found.ended
+
+    def tell_traffic(self, rules: TrafficRules) -> None:
+        """These rules were set at this front: all follow them, and those that start later."""
+        self.link.post(settings_of(rules))
 
     def tell_metrics(self, own_metrics: Callable[[], bytes]) -> None:
         """From now on tells them each second in which there was news."""
@@ -150,6 +159,8 @@ class FrontMember:
                     self.has_engines.set()
             case LoadingState():
                 self.on_loading(word.state)
+            case TrafficSettings():
+                self.on_traffic(traffic_of(word))
             case MetricsWanted():
                 if self.own_metrics is not None:
                     self.link.post(MetricsTaken(word.number, self.own_metrics()))

@@ -29,7 +29,8 @@ OF_ENGINES = frozenset(  # families that each front tells alike, as its engines 
     | {"millrace:engine_process_deaths", "millrace:engine_labels"}
 )
 HIGHEST = frozenset(  # gauges of which the highest counts
-    {"millrace:channel_high_water", "millrace:channel_capacity", "vllm:lora_requests_info"}
+    {"millrace:channel_high_water", "millrace:channel_capacity", "vllm:lora_requests_info", "millrace:split_percent"}
+    | {"millrace:shadow_percent"}
 )
 HEALTH = "millrace:health"
 WORST_FIRST = ("dead", "stalled", "draining", "loading", "ready")  # states of health

@@ -25,6 +25,7 @@ from aiohttp import (
 from multidict import CIMultiDict
 from yarl import URL
 
+from ...stages.traffic.traffic_rules import TrafficRules
 from ..api.service import Service
 from ..config import ServerConfig
 from ..errors import ApiError
@@ -115,6 +116,9 @@ class OtherFronts:
     def states(self) -> list[dict[str, Any]]:
         names = ("number", "pid", "state", "reason", "num_restarts")
         return [{name: getattr(state, name) for name in names} for state in self.member.states]
+
+    def tell_traffic(self, rules: TrafficRules) -> None:
+        self.member.tell_traffic(rules)
 
     def owner_of(self, marked: str) -> int | None:
         number = number_of(marked)

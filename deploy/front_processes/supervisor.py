@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ...runtime.env.cpus import Cpus
 from ...runtime.env.log import get_logger
 from ...stages.config import EngineConfig
 from ...stages.fleet.placement import environment_here, places
+from ...stages.traffic.traffic_rules import TrafficRules
 from ..config import ServerConfig
 from .child_slot import ChildSlot
 from .kept_metrics import KeptMetrics
@@ -36,6 +37,8 @@ from .words import (
     LoadingState,
     MetricsAsked,
     MetricsTaken,
+    TrafficSettings,
+    settings_of,
 )
 
 PREFIX_KEY_BYTES = 16
@@ -55,6 +58,7 @@ class ServerPlan:
     engines: Sequence[str] = ()  # addresses of engines elsewhere
     fleet_key_file: str | None = None
     fleet_tls: Sequence[str] = ()  # certificate, key and authorities; (): links are not encrypted
+    traffic: TrafficRules = field(default_factory=TrafficRules)
 
 
 class Supervisor:
@@ -77,6 +81,7 @@ class Supervisor:
         self._tasks: dict[asyncio.Task[None], ChildSlot] = {}
         self._loading: dict[int, CoreLoading] = {}
         self._created = int(time.time())
+        self._traffic = settings_of(plan.traffic)  # as last set at a front
         self._metrics = KeptMetrics(lambda: {i: slot for i, slot in enumerate(self.fronts) if slot.pid})
 
     @property
@@ -199,6 +204,7 @@ class Supervisor:
             fleet_tls=self.plan.fleet_tls,
             prefix_key=None if self.plan.engines else self._prefix_key,
             created=self._created,
+            traffic=self._traffic,
             is_successor=self.fronts[number].was_ready,
         )
         return [setup, self._states()]
@@ -230,6 +236,10 @@ class Supervisor:
                 self._metrics.take(number, word)
             case MetricsAsked():
                 self._metrics.ask(self.fronts[number], word.number)
+            case TrafficSettings():
+                self._traffic = word
+                for slot in self.fronts:
+                    slot.post(word)
             case EngineStuck() if word.index < len(self.cores) and self.cores[word.index].state == "ready":
                 log.error("front_processes.engine_killed", engine=word.index, reason=f"front {number} says it hangs")
                 self.cores[word.index].kill()

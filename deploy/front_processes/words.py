@@ -2,6 +2,7 @@
 
 FrontSetup, FleetStates, MetricsWanted, MetricsSum, LoadingState, EndProcess   supervisor -> front
 FrontReady, StartFailed, MetricsTaken, MetricsAsked, EngineStuck          front -> supervisor
+TrafficSettings                                                           front -> supervisor -> fronts
 CoreSetup, EndProcess                                                          supervisor -> core
 CoreReady, CoreLoading, StartFailed                                       core -> supervisor
 """
@@ -15,9 +16,29 @@ from ...runtime.message import message
 from ...runtime.processes.wire import Codec
 from ...runtime.startup.load_progress import LoadState
 from ...stages.config import EngineConfig
+from ...stages.traffic.traffic_rules import TrafficRules
 from ..config import ServerConfig
 
 LINK_TIMEOUT_S = 30.0  # without a sign of life of the other end: a child that hangs is replaced
+
+
+@message
+class TrafficSettings:
+    """What goes by the labels of engines, in the form of flags: set at one front, it is told to all."""
+
+    split: str | None = None
+    shadow: str | None = None
+
+
+def traffic_of(settings: TrafficSettings) -> TrafficRules:
+    """What a front follows. Raises `ConfigError`."""
+    return TrafficRules.parse(settings.split, settings.shadow)
+
+
+def settings_of(rules: TrafficRules) -> TrafficSettings:
+    """How it is told to other fronts."""
+    texts = (None if share is None else str(share) for share in (rules.split, rules.shadow))
+    return TrafficSettings(*texts)
 
 
 @message
@@ -34,6 +55,7 @@ class FrontSetup:
     fleet_tls: Sequence[str]  # paths of certificate, key and authorities; (): links are not encrypted
     prefix_key: bytes | None  # what the engines name their blocks by; None: as the fleet's key says
     created: int  # Unix time of the server's start, the same in all fronts
+    traffic: TrafficSettings
     is_successor: bool  # of a front that has ended: it listens once it is ready, as others take the connections
 
 
@@ -154,6 +176,6 @@ CODEC = Codec(
     [
         *(FrontSetup, CoreSetup, EndProcess, StartFailed, FrontReady, CoreReady, CoreLoading, LoadingState),
         *(FrontState, FleetStates, MetricsWanted, MetricsTaken, MetricsAsked, MetricsSum, EngineStuck),
-        *(EngineConfig, ServerConfig, LoadState),
+        *(EngineConfig, ServerConfig, LoadState, TrafficSettings),
     ]
 )

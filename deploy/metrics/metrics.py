@@ -25,6 +25,7 @@ from .latency_log import LatencyLog
 from .own_metrics import own_metrics
 from .pipeline_metrics import channels, stages
 from .stage_load import StageLoad
+from .traffic_families import traffic_families
 
 if TYPE_CHECKING:
     from ...stages.engine.engine import Engine
@@ -150,6 +151,7 @@ class Metrics:
         name, text = "millrace:engine_process_deaths", "Engine processes that ended unexpectedly."
         yield counter(name, text, self._engine.num_deaths, {})
         yield from engines(self._engine.engines)
+        yield from traffic_families(self._engine.traffic)
         assert self._latencies is not None
         yield from self._latencies.collect(labels, status)
         yield from stages(status.pipeline)

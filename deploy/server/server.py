@@ -130,6 +130,8 @@ class Server:
             self.otlp_exporter.watch(engine, self.service.model_names[0])
         if self.config.log_requests:
             RequestLog(self.config.log_prompts).watch(engine.exit)
+        if engine.traffic is not None:
+            engine.traffic.log_texts(self.config.log_prompts)
 
     async def leave(self) -> None:
         """Says that it is not ready, and goes on for `lame_duck_s`: load balancers take time to hear of it."""

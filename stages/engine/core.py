@@ -19,6 +19,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..outputs import ModelInfo
 from ..sample.logits_processor import LogitsProcessor
+from ..traffic.traffic_rules import Traffic
 from .engine_status import EngineStatus
 from .placed_stages import PlacedStage
 from .wiring import JoinedStages
@@ -105,6 +106,13 @@ class Core(Protocol):
     @property
     def choices(self) -> list[dict[str, Any]]:
         """As `Engine.choices`."""
+
+    def warm_prefixes(self) -> list[dict[str, Any]]:
+        """As `Engine.warm_prefixes`."""
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """As `Engine.traffic`."""
 
     def drain_engine(self, index: int, by: str) -> None:
         """As `Engine.drain_engine`."""

@@ -32,6 +32,7 @@ from ..messages import Ints, Request
 from ..outputs import ModelInfo
 from ..params import SamplingParams
 from ..sample.logits_processor import LogitsProcessor
+from ..traffic.traffic_rules import Traffic
 from .client_api import ClientApi
 from .core import MakeCore
 from .custom_stages import CustomStages
@@ -394,6 +395,16 @@ class Engine(ClientApi):
         """The last choices of an engine process of a fleet for a request, the newest first: the score of each engine in
         seconds, and the tokens of the prompt that it had cached."""
         return self.core.choices
+
+    def warm_prefixes(self) -> list[dict[str, Any]]:
+        """The prefixes that the last prompts of a fleet share, as a tree: how many tokens of each every engine has
+        cached. It takes milliseconds with many long prompts."""
+        return self.core.warm_prefixes()
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What goes by the labels of engines; None without a fleet."""
+        return self.core.traffic
 
     def drain_engine(self, index: int, by: str = "") -> None:
         """Gives an engine process of a fleet no new requests; it ends once it has none, and another one starts.

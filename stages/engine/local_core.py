@@ -137,6 +137,13 @@ class LocalCore:
     def choices(self) -> list[dict[str, Any]]:
         return []
 
+    def warm_prefixes(self) -> list[dict[str, Any]]:
+        return []
+
+    @property
+    def traffic(self) -> None:
+        return None
+
     def drain_engine(self, index: int, by: str) -> None:
         raise LookupError("the engine runs in this process, and there is no other one for its requests")
 

@@ -11,6 +11,7 @@ from ..split.engine_core import EngineCore
 from .dispatcher import CoreLoad, choose
 from .fleet_requests import FleetRequests
 from .fleet_router import FleetRouter
+from .traffic.fleet_traffic import FleetTraffic
 
 
 class CoreSet:
@@ -19,26 +20,35 @@ class CoreSet:
     A send never waits, so a process is not lost between its choice and the send.
     """
 
-    def __init__(self, cores: Sequence[EngineCore], table: FleetRequests, router: FleetRouter | None = None) -> None:
+    def __init__(
+        self,
+        cores: Sequence[EngineCore],
+        table: FleetRequests,
+        router: FleetRouter | None = None,
+        traffic: FleetTraffic | None = None,
+    ) -> None:
         """`router` None: the process with the least work gets a request."""
         self.cores, self._table, self._router = cores, table, router
+        self._traffic = FleetTraffic() if traffic is None else traffic
         self.only: EngineCore | None = None  # that gets all requests, during its warm-up
         self.next_change = asyncio.Event()
         for core in cores:
             core.requests.on_room = self.note_change
 
     def serving(self) -> list[EngineCore]:
-        """Those that take requests."""
-        return [core for core in self.cores if core.is_serving and not core.is_draining]
+        """Those that take requests of clients."""
+        taking = [core for core in self.cores if core.is_serving and not core.is_draining]
+        return [core for core in taking if self._traffic.serves_clients(core)]
 
     def place(self, prompt: TokenRequest) -> bool:
         """Sends a prompt where the others of its request are, or to the process that the router chooses.
 
         False if no process takes it now. A prompt whose request waits to be resumed waits with it.
         """
-        routed, loads = None, list[CoreLoad]()
+        routed, loads, split = None, list[CoreLoad](), None
         if prompt.request_id not in self._table:
-            if not (loads := self._loads(adapter_of(prompt))):
+            cores, split = self._traffic.choose(prompt, self._candidates(adapter_of(prompt)))
+            if not (loads := self._loads(cores)):
                 return False
             routed = None if self._router is None else self._router.routed(prompt)
             index = choose(loads) if self._router is None or routed is None else self._router.choose(routed, loads)
@@ -48,11 +58,17 @@ class CoreSet:
         is_sent = index is not None and self.send(prompt, self.cores[index], routed)
         if is_sent and index is not None and self._router is not None and routed is not None:
             self._router.note_choice(prompt.request_id, index, routed, loads)
+        if is_sent and split is not None:
+            self._traffic.note_sent(prompt.request_id, split)
+        if is_sent:
+            self._traffic.copy(prompt)
         return is_sent
 
     def send(self, prompt: TokenRequest, core: EngineCore, routed: RoutedRequest | None = None) -> bool:
         """Sends a prompt to one process. False if that does not take it now."""
         is_sent = core.is_serving and core.requests.try_send(prompt)
+        if is_sent:
+            self._table.note_model(prompt.request_id, core.model_digest)
         if is_sent and self._router is not None:
             self._router.note_sent(core.index, self._router.routed(prompt) if routed is None else routed)
         return is_sent
@@ -61,18 +77,31 @@ class CoreSet:
         """Whether a process takes a prompt now."""
         return core.is_serving and not core.is_draining and len(core.requests) < core.requests.capacity
 
-    def choose(self, adapter: str) -> EngineCore | None:
-        """The process for the next request, with the adapter of this digest; None if none has room."""
-        index = choose(self._loads(adapter))
+    def choose(self, adapter: str, model: str = "") -> EngineCore | None:
+        """The process in which a request goes on, with the adapter and model of these digests; None: none has room."""
+        index = choose(self._loads([core for core in self._candidates(adapter) if core.model_digest == model]))
         return None if index is None else self.cores[index]
 
-    def _loads(self, adapter: str) -> list[CoreLoad]:
+    def stands_in(self, core: EngineCore) -> bool:
+        """Whether another process takes requests that this one has begun."""
+        return any(one is not core and one.model_digest == core.model_digest for one in self.serving())
+
+    def is_hopeless(self, model: str) -> bool:
+        """Whether requests of this model go on nowhere now, though others are served."""
+        serving = self.serving()
+        return bool(serving) and all(core.model_digest != model for core in serving)
+
+    def _candidates(self, adapter: str) -> Sequence[EngineCore]:
+        """Those that may get a request with this adapter now."""
         cores = self.cores if self.only is None else (self.only,)
         with_room = [core for core in cores if self.has_room(core) and has_adapter(core, adapter)]
-        heard = [core for core in with_room if not core.is_silent] or with_room
+        with_room = [core for core in with_room if self._traffic.serves_clients(core)]
+        return [core for core in with_room if not core.is_silent] or with_room
+
+    def _loads(self, cores: Sequence[EngineCore]) -> list[CoreLoad]:
         if self._table.num_trials_now:  # a new request beside a suspect might end the process in its stead
-            heard = [core for core in heard if not self._table.is_trying(core.index)] or heard
-        return [self._table.load_of(core.index) for core in heard]
+            cores = [core for core in cores if not self._table.is_trying(core.index)] or cores
+        return [self._table.load_of(core.index) for core in cores]
 
     def note_change(self) -> None:
         """A process takes requests again, or has room for more."""
@@ -87,6 +116,11 @@ class CoreSet:
 def adapter_of(prompt: TokenRequest) -> str:
     """The digest of a prompt's adapter; "" for the base model."""
     return "" if prompt.adapter is None else prompt.adapter.digest
+
+
+def can_run(core: EngineCore, adapter: str, model: str) -> bool:
+    """Whether answers with the adapter and model of these digests may go on in a process."""
+    return has_adapter(core, adapter) and core.model_digest == model
 
 
 def has_adapter(core: EngineCore, adapter: str) -> bool:

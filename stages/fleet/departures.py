@@ -66,7 +66,7 @@ class Departures:
         departure, client = self._departures[core.index], core.client
         # one that died meanwhile has a client again once it is reached: nothing of it is kept
         while not (departure.at_once or self._table.is_idle(core.index) or core.client is not client):
-            if departure.moves and self._cores.serving():
+            if departure.moves and self._cores.stands_in(core):
                 break
             await self._env.sleep(LOOK_S)
         try:

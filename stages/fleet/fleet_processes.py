@@ -33,6 +33,7 @@ from ..split.front import CORE, FrontStages
 from ..split.process_client import EngineClient
 from ..split.processes import STALL_S, Gone, StartAgain
 from ..split.protocol import EngineReady
+from ..traffic.traffic_rules import TrafficRules
 from .core_keeper import CoreKeeper
 from .core_set import CoreSet
 from .departures import Departures, DrainOrders
@@ -40,10 +41,11 @@ from .fleet_adapters import FleetAdapters
 from .fleet_requests import FleetRequests
 from .fleet_router import FleetRouter
 from .front import DISPATCHED, FleetStages, dispatched_status, make_merged
-from .hosts import MAX_ENGINES, SAME, HereHosts, MakeHosts
+from .hosts import MAX_ENGINES, HereHosts, MakeHosts
 from .merged_status import merged, remains
 from .resuming import Resuming
 from .stage import Dispatch, Merge
+from .traffic.fleet_traffic import FleetTraffic
 
 
 class FleetProcesses:
@@ -57,7 +59,13 @@ class FleetProcesses:
         "after=dispatch": "before=dispatch",
     }
 
-    def __init__(self, setup: EngineSetup, owner: CoreOwner, make_hosts: MakeHosts = HereHosts) -> None:
+    def __init__(
+        self,
+        setup: EngineSetup,
+        owner: CoreOwner,
+        make_hosts: MakeHosts = HereHosts,
+        traffic: TrafficRules | None = None,
+    ) -> None:
         count = setup.config.data_parallel_size
         check_num_engines(setup.config, MAX_ENGINES)
         self._setup = setup
@@ -88,7 +96,9 @@ class FleetProcesses:
         self.router = FleetRouter(setup.config.routing_policy, prefix_key, setup.env.now)
         for core in self.cores:
             core.prefix_key = prefix_key
-        self._set = CoreSet(self.cores, self.table, self.router)
+        self.traffic = FleetTraffic(traffic, self.cores, setup.env)
+        self._set = CoreSet(self.cores, self.table, self.router, self.traffic)
+        self.traffic.on_change = self._rules_changed
         self._departures = Departures(setup.env, self.table, self._set, self._parted)
         self._drain_orders = DrainOrders()
         self._members = set(self.hosts.present())  # places with a process, or that wait for one
@@ -118,7 +128,7 @@ class FleetProcesses:
 
     async def first(self, starting: Sequence[asyncio.Future[EngineReady]]) -> list[EngineReady]:
         by_index = dict(zip((core.index for core in self.starting), starting, strict=True))
-        ready = await self.hosts.first(by_index)
+        ready = await self.hosts.first(by_index, self.traffic.rules)
         for index in by_index.keys() - ready.keys():  # its keeper starts it again
             by_index[index].cancel()
             await asyncio.wait([by_index[index]])
@@ -141,17 +151,10 @@ class FleetProcesses:
 
     def joint_info(self, ready: Sequence[EngineReady]) -> ModelInfo:
         """The model of all processes, with the blocks of all. Raises `ConfigError` if they differ."""
-        first, *others = [one.info for one in ready]
-        for index, info in enumerate(others, 1):
-            for name in SAME:
-                if (found := getattr(info, name)) != (due := getattr(first, name)):
-                    message = f"data_parallel_size = {len(ready)}: engine process {index} has {name} = {found}, and"
-                    raise ConfigError(f"{message} the first one {due}; lower it, or set {name} where that is a setting")
-        if any(one.files != ready[0].files for one in ready):
-            raise ConfigError("the model's files changed while the engine processes loaded them; start again")
-        infos = [first, *others]
+        self.hosts.check_first(ready)
+        infos = [one.info for one in ready]
         return replace(
-            first,
+            infos[0],
             num_blocks=sum(info.num_blocks for info in infos),
             num_host_blocks=sum(info.num_host_blocks for info in infos),
             max_model_len=min(info.max_model_len for info in infos),
@@ -159,11 +162,17 @@ class FleetProcesses:
 
     def make_front(self, loaded: LoadedText, grammars: Grammars) -> FrontStages:
         made = (self._setup.config, loaded, grammars, self.table, self._set, self._merged)
-        self._front = FleetStages(*made, self.router.note_answer)
+        self._front = FleetStages(*made, self.router.note_answer, self.traffic.copies)
         self.router.open(loaded.info.block_size, has_prefixes=self._setup.config.enable_prefix_caching)
         for core in self._present:
             self._name(core)
         self._front.intake.admission.ask_queues = self._queues
+        self.traffic.is_full = self._is_full
+        self.traffic.open(self._front.exit)
+        if (copies := self.traffic.copies) is not None:
+            copies.has_room = self._has_room_for_copies
+            copies.note_sent = lambda core, prompt: self.router.note_sent(core.index, self.router.routed(prompt))
+            copies.decode = lambda token_ids: loaded.tokenizer.decode(token_ids)
         self.table.on_attempt = self._front.exit.note_attempt
         return self._front
 
@@ -171,6 +180,21 @@ class FleetProcesses:
         """The queues of the processes that take requests; `num_admitted` requests are in this front."""
         serving = [core.index for core in self._set.serving()]
         return self.router.queues(serving, max(0, num_admitted - len(self.table)), max_waiting)
+
+    def _has_room_for_copies(self, core: EngineCore, num_copies: int) -> bool:
+        """Whether it would run one more copy at once: the first to be left out are copies."""
+        return len(core.requests) < core.requests.capacity // 4 and self.router.has_free_slot(core.index, num_copies)
+
+    def _rules_changed(self) -> None:
+        self.hosts.note_rules(self.cores, self.traffic.rules)
+        self._core_changed()
+
+    def _is_full(self, cores: Sequence[EngineCore]) -> bool:
+        """Whether a request that may go to these processes alone would be refused, as far as is known."""
+        assert self._front is not None
+        admission = self._front.intake.admission
+        queues = self.router.queues([core.index for core in cores], 0, admission.max_waiting)
+        return queues is not None and admission.is_refused_by(queues)
 
     @contextmanager
     def only(self, core: EngineCore) -> Iterator[None]:
@@ -266,9 +290,7 @@ class FleetProcesses:
         assert self._front is not None
         info = self._front.loaded.info
         try:
-            self.hosts.check(core)
-            if core.ready is None or any(getattr(core.ready.info, name) != getattr(info, name) for name in SAME):
-                raise ConfigError("the engine process runs the model otherwise than the others")
+            self.hosts.check(core, self.cores, info, self.traffic.rules)
         except ConfigError:
             client.cut()
             await client.stop(STOP_S)
@@ -293,7 +315,8 @@ class FleetProcesses:
 
     @property
     def away(self) -> Health | None:
-        serving, present = [core for core in self.cores if core.is_serving], self._present
+        present = self._present
+        serving = [core for core in self.cores if core.is_serving and self.traffic.serves_clients(core)]
         if any(not core.is_draining for core in serving) or (serving and not self.hosts.drain_themselves):
             return None
         if serving:
@@ -311,6 +334,8 @@ class FleetProcesses:
             self._ended = merged({0: remains(report)}, [] if self._ended is None else [self._ended], 0)
             self._is_merged = False
         self.router.drop(core.index)
+        if self.traffic.copies is not None:
+            self.traffic.copies.note_lost(core)
         self._set.note_change()
 
     def _core_changed(self) -> None:
@@ -374,6 +399,9 @@ class FleetProcesses:
                 parts.setdefault(index, {})[sequence_id] = cause
         return [(self.cores[index], part) for index, part in parts.items()]
 
+    def note_copy_failed(self, request_id: str, reason: str) -> bool:
+        return self.traffic.copies is not None and self.traffic.copies.note_failed(request_id, reason)
+
     def note_report(self, core: EngineCore) -> None:
         assert core.report is not None
         self._reports[core.index] = core.report
@@ -399,6 +427,9 @@ class FleetProcesses:
     @property
     def choices(self) -> list[dict[str, Any]]:
         return [choice.to_json() for choice in self.router.log.newest()]
+
+    def warm_prefixes(self) -> list[dict[str, Any]]:
+        return self.router.warm_prefixes([core.index for core in self._present])
 
     @property
     def engines(self) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..messages import TokenRequest
-from ..split.inflight_requests import SUSPICIOUS_DEATHS, InflightRequest, InflightRequests
+from ..split.inflight_requests import FIRST_COPY_ID, SUSPICIOUS_DEATHS, InflightRequest, InflightRequests
 from .dispatcher import CoreLoad, work_of
 
 
@@ -51,6 +51,8 @@ class FleetRequests(InflightRequests):
         self._blamed: dict[int, list[tuple[InflightRequest, int, int]]] = {}  # by core: what its last death added
 
     def sent(self, request: TokenRequest, core: int | None = 0) -> None:
+        if request.first_sequence_id >= FIRST_COPY_ID:
+            return
         before = self.core_of(request.request_id)
         super().sent(request, core)
         live = self._live.get(request.request_id)
@@ -90,6 +92,16 @@ class FleetRequests(InflightRequests):
         live = self._live.get(request_id)
         adapter = None if live is None else live.prompts[0].adapter
         return "" if adapter is None else adapter.digest
+
+    def note_model(self, request_id: str, model: str) -> None:
+        """A request was sent to an engine with the model of this digest: its answers stay with that model."""
+        if (live := self._live.get(request_id)) is not None and live.model is None:
+            live.model = model
+
+    def model_of(self, request_id: str) -> str:
+        """The digest of the model that computes a request's answers; "" if it is not in flight."""
+        live = self._live.get(request_id)
+        return "" if live is None else live.model or ""
 
     def orphans(self) -> tuple[list[str], list[str]]:
         """The requests in no process: (those that are suspects, the youngest first; the others, the oldest first)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..allocate.prefix_cache import PrefixCache
 from ..intake.admission import EngineQueues
@@ -13,6 +14,8 @@ from ..routing.reports import KEY_BYTES, KeyChange, unpacked
 from ..routing.router import RoutedRequest, Router
 from .choice_log import ChoiceLog, EngineChoice
 from .dispatcher import CoreLoad, choose
+
+MOST_UNHEARD = 4  # copies that a process may have before it has told of its load
 
 
 class FleetRouter:
@@ -95,6 +98,32 @@ class FleetRouter:
             return None
         num_waiting, wait_s, fewest = found
         return EngineQueues(len(cores), num_waiting, wait_s, fewest < max_waiting)
+
+    def has_free_slot(self, core: int, num_copies: int) -> bool:
+        """Whether a process runs what is sent there at once, as far as it has told; it has so many copies now."""
+        if self._router is None:
+            return False
+        view = self._router.view(core)
+        if (load := view.load) is None:
+            return num_copies < MOST_UNHEARD
+        return load.num_rows + load.num_waiting + view.rows_since < load.max_rows
+
+    def warm_prefixes(self, cores: Sequence[int]) -> list[dict[str, Any]]:
+        """Which process is warm for which of the last prompts' prefixes, in tokens, as pages show it."""
+        if self._router is None or self._keys is None:
+            return []
+        size = self._keys.block_size
+        return [
+            {
+                "id": node.key.hex()[:8],
+                "parent": None if node.parent is None else node.parent.hex()[:8],
+                "num_tokens": node.num_blocks * size,
+                "num_own_tokens": (node.num_blocks - node.first_block) * size,
+                "num_prompts": node.num_prompts,
+                "warm": [{"index": core, "num_tokens": warm[core]} for core in cores],
+            }
+            for node, warm in self._router.warm_prefixes(cores)
+        ]
 
     def note_answer(self, num_tokens: int) -> None:
         """An answer has ended with so many tokens."""

@@ -19,6 +19,7 @@ from .core_set import CoreSet
 from .fleet_requests import FleetRequests
 from .merged_channel import MergedChannel
 from .stage import Dispatch, Merge
+from .traffic.shadow_copies import ShadowCopies
 
 DISPATCHED = "->".join(TO_CORES)  # the channels to the engine processes, as one
 
@@ -35,8 +36,9 @@ class FleetStages(FrontStages):
         cores: CoreSet,
         merged: MergedChannel,
         on_answer: Callable[[int], object] = int,
+        copies: ShadowCopies | None = None,
     ) -> None:
-        self.dispatch, self.merge = Dispatch(cores), Merge(config.max_num_seqs, on_answer)
+        self.dispatch, self.merge = Dispatch(cores), Merge(config.max_num_seqs, on_answer, copies)
         super().__init__(joint_config(config), loaded, grammars, table, None, merged)
 
     def _make_pipeline(self) -> Pipeline:

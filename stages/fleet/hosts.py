@@ -13,9 +13,12 @@ from typing import Protocol
 from ...runtime.env.cpus import Cpus
 from ..config import EngineConfig
 from ..engine.core import EngineSetup, refuse_ray
+from ..errors import ConfigError
 from ..executor.engine_host import StartHost
+from ..outputs import ModelInfo
 from ..split.engine_core import EngineCore
 from ..split.protocol import EngineReady
+from ..traffic.traffic_rules import TrafficRules
 from .placement import Place, check, environment_here, places
 
 MAX_ENGINES = 64
@@ -60,11 +63,22 @@ class Hosts(Protocol):
     def name_of(self, index: int) -> str | None:
         """The address of the process at a place; None: it has none."""
 
-    async def first(self, starting: Mapping[int, asyncio.Future[EngineReady]]) -> dict[int, EngineReady]:
-        """Waits for the first processes, at least one, by place. Raises what prevents the start of the fleet."""
+    async def first(
+        self, starting: Mapping[int, asyncio.Future[EngineReady]], rules: TrafficRules
+    ) -> dict[int, EngineReady]:
+        """Waits for the first processes, at least one, by place. Raises what prevents the start of the fleet.
 
-    def check(self, core: EngineCore) -> None:
-        """Raises `ConfigError` for a process, which is ready, that does not fit the first ones."""
+        Processes of different groups of `rules` may have other weights.
+        """
+
+    def check_first(self, ready: Sequence[EngineReady]) -> None:
+        """Raises `ConfigError` if the first processes differ in what they must share."""
+
+    def check(self, core: EngineCore, cores: Sequence[EngineCore], info: ModelInfo, rules: TrafficRules) -> None:
+        """Raises `ConfigError` for a process, which is ready, that does not fit the others; `info` is of all."""
+
+    def note_rules(self, cores: Sequence[EngineCore], rules: TrafficRules) -> None:
+        """These are the groups of processes from now on."""
 
     def follow(self, fleet: Fleet) -> None:
         """The fleet runs: tells it from now on which processes come and go."""
@@ -109,11 +123,27 @@ class FixedHosts:
     def name_of(self, index: int) -> str | None:
         return None
 
-    async def first(self, starting: Mapping[int, asyncio.Future[EngineReady]]) -> dict[int, EngineReady]:
+    async def first(
+        self, starting: Mapping[int, asyncio.Future[EngineReady]], rules: TrafficRules
+    ) -> dict[int, EngineReady]:
         return dict(zip(starting, await asyncio.gather(*starting.values()), strict=True))
 
-    def check(self, core: EngineCore) -> None:
-        """Does nothing: it has loaded the files and settings of its predecessor."""
+    def check_first(self, ready: Sequence[EngineReady]) -> None:
+        for index, one in enumerate(ready[1:], 1):
+            for name in SAME:
+                if (found := getattr(one.info, name)) != (due := getattr(ready[0].info, name)):
+                    message = f"data_parallel_size = {len(ready)}: engine process {index} has {name} = {found}, and"
+                    raise ConfigError(f"{message} the first one {due}; lower it, or set {name} where that is a setting")
+            if one.files != ready[0].files:
+                raise ConfigError("the model's files changed while the engine processes loaded them; start again")
+
+    def check(self, core: EngineCore, cores: Sequence[EngineCore], info: ModelInfo, rules: TrafficRules) -> None:
+        """Of the files of its predecessor it knows already."""
+        if core.ready is None or any(getattr(core.ready.info, name) != getattr(info, name) for name in SAME):
+            raise ConfigError("the engine process runs the model otherwise than the others")
+
+    def note_rules(self, cores: Sequence[EngineCore], rules: TrafficRules) -> None:
+        """Does nothing: all have the same model."""
 
     def follow(self, fleet: Fleet) -> None:
         """Does nothing."""

@@ -12,9 +12,10 @@ from ..errors import Failed
 from ..exit.outboxes import Outboxes
 from ..split.engine_core import EngineCore
 from ..split.trials import MOST_AT_ONCE, watch_trials
-from .core_set import CoreSet, has_adapter
+from .core_set import CoreSet, can_run
 from .fleet_requests import FleetRequests
 
+ALONE_S = 30.0  # that a request waits for an engine with its model, while there are others
 LOOK_S = 0.005  # between two looks at a trial
 SPARE_STEPS = 2  # that an engine process may be ahead of what it has sent, besides those in flight
 
@@ -36,6 +37,7 @@ class Resuming:
         drafts = config.num_speculative_tokens if config.speculation != "off" else 0
         self._num_tokens = (config.steps_in_flight + SPARE_STEPS) * (1 + drafts)  # of each sequence, in a trial
         self._wakeup = asyncio.Event()
+        self._alone_since_s: dict[str, float] = {}  # by the digest of a model
         self._task: asyncio.Task[None] | None = None
         self._waiting: asyncio.Task[None] | None = None  # for a process that takes what is left
         self._trials: dict[int, asyncio.Task[None]] = {}  # by core
@@ -66,6 +68,7 @@ class Resuming:
         while True:
             await self._wakeup.wait()
             self._wakeup.clear()
+            self._end_hopeless()
             await self._resume_others()
             for core in self._cores.serving():
                 task = self._trials.get(core.index)
@@ -73,11 +76,24 @@ class Resuming:
                     name = f"trials in engine {core.index}"
                     self._trials[core.index] = asyncio.get_running_loop().create_task(self._try_all(core), name=name)
 
+    def _end_hopeless(self) -> None:
+        """Ends requests whose model no process has had for `ALONE_S`, while others were served by another model."""
+        now_s, waiting = self._env.now(), [one for some in self._table.orphans() for one in some]
+        models = {model for one in waiting if self._cores.is_hopeless(model := self._table.model_of(one))}
+        for _ in models - self._alone_since_s.keys():
+            self._env.call_at(now_s + ALONE_S, self.wake)
+        self._alone_since_s = {model: self._alone_since_s.get(model, now_s) for model in models}
+        over = {model for model, since_s in self._alone_since_s.items() if now_s - since_s >= ALONE_S}
+        for request_id in waiting:
+            if self._table.model_of(request_id) in over:
+                message = f"the engine that computed it has gone, and no other one has had its model for {ALONE_S:g} s"
+                self._exit.fail(request_id, Failed(message, code="engine_died"))
+
     async def _resume_others(self) -> None:
         """Sends the requests that are no suspects to the processes with the least work, those that find one."""
         while others := self._table.orphans()[1]:
             for request_id in others:
-                core = self._cores.choose(self._table.adapter_of(request_id))
+                core = self._cores.choose(self._table.adapter_of(request_id), self._table.model_of(request_id))
                 if core is not None:
                     await self._resume(request_id, self._send(request_id, core))
                     break
@@ -131,8 +147,9 @@ class Resuming:
             size = min(2 * size, MOST_AT_ONCE)
 
     def _next_trial(self, core: EngineCore, size: int) -> list[str]:
-        """The next suspects to try in a process, at most `size`, whose adapters it has."""
-        return self._table.next_trial(size, lambda one: has_adapter(core, self._table.adapter_of(one)))
+        """The next suspects to try in a process, at most `size`, whose adapters and model it has."""
+        table = self._table
+        return table.next_trial(size, lambda one: can_run(core, table.adapter_of(one), table.model_of(one)))
 
     async def _try(self, core: EngineCore, suspects: Sequence[str]) -> None:
         """Resumes suspects, and waits until each has ended or passed its trial, or they have ended the process."""

@@ -10,6 +10,7 @@ from ...runtime.stage import Context, Outlet, Stage
 from ..messages import StepTokens, TokenRequest
 from .core_set import CoreSet
 from .merged_channel import CoreTokens
+from .traffic.shadow_copies import ShadowCopies
 
 
 class Dispatch(Stage[TokenRequest, Never]):
@@ -45,16 +46,23 @@ class Merge(Stage[CoreTokens, StepTokens]):
     it has seen.
     """
 
-    def __init__(self, num_slots: int, on_answer: Callable[[int], object] = int) -> None:
-        """`on_answer` is called with the number of tokens of each answer that ends."""
-        self._num_slots, self._on_answer = num_slots, on_answer
+    def __init__(
+        self, num_slots: int, on_answer: Callable[[int], object] = int, copies: ShadowCopies | None = None
+    ) -> None:
+        """`on_answer` is called with the number of tokens of each answer that ends. `copies` are taken out."""
+        self._num_slots, self._on_answer, self._copies = num_slots, on_answer, copies
 
     async def handle(self, batch: Sequence[CoreTokens], out: Outlet[StepTokens]) -> None:
         for item in batch:
-            if item.tokens.finishes.any():
-                for place in item.tokens.places[item.tokens.finishes != 0].tolist():
+            tokens: StepTokens | None = item.tokens
+            if self._copies is not None and self._copies.is_watching:
+                tokens = self._copies.take(item.core, item.tokens)
+            if tokens is None:
+                continue
+            if tokens.finishes.any():
+                for place in tokens.places[tokens.finishes != 0].tolist():
                     self._on_answer(place + 1)
-            out.send(self.shifted(item.tokens, item.core * self._num_slots) if item.core else item.tokens)
+            out.send(self.shifted(tokens, item.core * self._num_slots) if item.core else tokens)
 
     @staticmethod
     def shifted(step: StepTokens, by: int) -> StepTokens:

@@ -118,10 +118,17 @@ class Admission:
         self._served_tokens = self._served_tokens * kept + num_tokens
         self._served_s = self._served_s * kept + passed_s
 
+    def is_refused_by(self, queues: EngineQueues) -> bool:
+        """Whether a request would be refused if it could go to the engines of these queues alone."""
+        return not queues.has_room or self._is_too_late(queues)
+
+    def _is_too_late(self, queues: EngineQueues) -> bool:
+        return self.max_queue_s is not None and queues.wait_s > QUEUE_SHARE * self.max_queue_s
+
     def _check_queues(self, queues: EngineQueues) -> None:
         if not queues.has_room:
             raise self._refuse(f"{self.max_waiting} requests or more wait in each engine, which is the limit", queues)
-        if self.max_queue_s is not None and queues.wait_s > QUEUE_SHARE * self.max_queue_s:
+        if self.max_queue_s is not None and self._is_too_late(queues):
             reason = (
                 f"the shortest queue takes about {queues.wait_s:.1f} s, too close to max_queue_s = {self.max_queue_s:g}"
             )

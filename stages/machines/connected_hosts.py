@@ -16,13 +16,16 @@ from ..config import EngineConfig
 from ..engine.core import EngineSetup
 from ..errors import ConfigError
 from ..executor.engine_host import StartHost
-from ..fleet.hosts import SAME, Fleet, Hosts
+from ..fleet.hosts import Fleet, Hosts
 from ..fleet.placement import Place
+from ..outputs import ModelInfo
 from ..split.engine_core import EngineCore
 from ..split.process_client import EngineDied
 from ..split.protocol import EngineReady
+from ..traffic.traffic_rules import GROUPS, TrafficRules
 from .engine_peers import EnginePeer, look_at, reached, reason_of
 from .engine_server import LINK_TIMEOUT_S
+from .likeness import check_alike
 from .membership import Members
 
 OTHERS_S = 0.5  # that the start of a front waits for further engines, once one is there
@@ -93,7 +96,9 @@ class ConnectedHosts:
     async def open(self) -> None:
         """Does nothing."""
 
-    async def first(self, starting: Mapping[int, asyncio.Future[EngineReady]]) -> dict[int, EngineReady]:
+    async def first(
+        self, starting: Mapping[int, asyncio.Future[EngineReady]], rules: TrafficRules
+    ) -> dict[int, EngineReady]:
         """Of the engines that are there, or as soon as one is: the others are reached later."""
         pending: set[asyncio.Future[EngineReady]] = set(starting.values())
         limit_s: float | None = None
@@ -110,9 +115,12 @@ class ConnectedHosts:
         if standard is None:
             index, first = next(iter(ready.items()))
             standard = self._members.standard = (self._peer(index).name, first)
+        names, fitting = [standard[0]], [standard[1]]
         for index in list(ready):
             try:
-                check_alike([standard[0], self._peer(index).name], [standard[1], ready[index]])
+                check_alike([*names, self._peer(index).name], [*fitting, ready[index]], rules)
+                names.append(self._peer(index).name)
+                fitting.append(ready[index])
             except ConfigError as error:
                 log.error("engine.unlike", place=index, reason=str(error))
                 del ready[index]
@@ -120,15 +128,27 @@ class ConnectedHosts:
                     raise
         return ready
 
-    def check(self, core: EngineCore) -> None:
-        """Raises `ConfigError` for an engine that is not as the first one was."""
+    def check_first(self, ready: Sequence[EngineReady]) -> None:
+        """Does nothing: those that differ were left out."""
+
+    def check(self, core: EngineCore, cores: Sequence[EngineCore], info: ModelInfo, rules: TrafficRules) -> None:
+        """As `check_alike` with the first engine, and with those that serve now."""
         assert self._members.standard is not None and core.ready is not None
         name, first = self._members.standard
         own = self._peer(core.index).name
-        check_alike([name, own], [first, core.ready])
+        others = {self._peer(one.index).name: one.ready for one in cores if one.is_serving and one is not core}
+        served = {name: first} | {other: ready for other, ready in others.items() if ready is not None}
+        check_alike([*served, own], [*served.values(), core.ready], rules)
         if (most := core.ready.info.max_model_len) < (due := first.info.max_model_len):
             message = f"engine {own} has max_model_len = {most}, and engine {name} {due}"
             raise ConfigError(f"{message}; start both with the same setting and memory for it")
+
+    def note_rules(self, cores: Sequence[EngineCore], rules: TrafficRules) -> None:
+        """Engines that come are judged by one that serves those requests that no share is for, if there is one."""
+        serving = [core for core in cores if core.is_serving and core.ready is not None]
+        serving.sort(key=lambda core: GROUPS.index(rules.group_of(core.labels)))
+        if serving and serving[0].ready is not None:
+            self._members.standard = (self._peer(serving[0].index).name, serving[0].ready)
 
     def follow(self, fleet: Fleet) -> None:
         self._members.follow(fleet)
@@ -162,35 +182,11 @@ class ConnectedHosts:
         return ConnectedHost(peer, transport, self._link_timeout_s)
 
 
-def check_alike(names: Sequence[str], ready: Sequence[EngineReady]) -> None:
-    """Raises `ConfigError` if engines differ in the model or in what a front must know."""
-    first = ready[0]
-    for name, one in zip(names[1:], ready[1:], strict=True):
-        _check_files(names[0], name, first.files, one.files)
-        assert first.config is not None and one.config is not None
-        for setting in ("max_num_seqs", "enable_prefix_caching", "steps_in_flight"):
-            due, found = getattr(first.config, setting), getattr(one.config, setting)
-            if due != found:
-                message = f"engine {name} has {setting} = {found}, and engine {names[0]} {due}"
-                raise ConfigError(f"{message}; start both with the same setting")
-        for fact in SAME:
-            due, found = getattr(first.info, fact), getattr(one.info, fact)
-            if due != found:
-                message = f"engine {name} has {fact} = {found}, and engine {names[0]} {due}"
-                raise ConfigError(f"{message}; start both with the same {fact}")
-
-
-def _check_files(first_name: str, name: str, first: Mapping[str, str], found: Mapping[str, str]) -> None:
-    if dict(first) != dict(found):
-        differing = sorted(one for one in {*first, *found} if first.get(one) != found.get(one))
-        message = f"engine {name} has another model than engine {first_name}: {', '.join(differing)} differ"
-        raise ConfigError(f"{message}; start both with the same model")
-
-
-async def look_at_first(members: Members) -> list[EngineReady]:
+async def look_at_first(members: Members, rules: TrafficRules | None = None) -> list[EngineReady]:
     """What the engines are that can be reached, as soon as there is one; then waits a little for the others.
 
-    Raises `ConfigError` for what is wrong with engines that stay: with all of them, or with one beside others.
+    Raises `ConfigError` for what is wrong with engines that stay: with all of them, or with one beside others, as
+    `check_alike` has it.
     """
     looks: dict[str, asyncio.Task[EngineReady]] = {}
     try:
@@ -203,7 +199,7 @@ async def look_at_first(members: Members) -> list[EngineReady]:
             if ready := await _answered(looks, members.period_s):
                 names = list(ready)
                 if members.is_fixed:
-                    check_alike(names, list(ready.values()))
+                    check_alike(names, list(ready.values()), rules)
                 members.standard = (names[0], ready[names[0]])
                 return list(ready.values())
             if members.is_fixed:

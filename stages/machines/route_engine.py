@@ -16,9 +16,11 @@ from ..engine.engine import Engine
 from ..fleet.fleet_processes import FleetProcesses
 from ..split.protocol import EngineReady
 from ..split.remote_core import ReadText, RemoteCore, read_text_alone
-from .connected_hosts import check_alike, hosts_of
+from ..traffic.traffic_rules import TrafficRules
+from .connected_hosts import hosts_of
 from .engine_peers import EnginePeer, look_at
 from .engine_server import LINK_TIMEOUT_S, EngineServer
+from .likeness import check_alike
 from .membership import Members
 
 # settings of a front: the others are the engines'
@@ -35,7 +37,7 @@ class RouteEngine(Engine):
 
     `config` is of `front_config`. `prefix_key` is that of the engines; None: the router does not know what they have
     cached. An engine is lost after `link_timeout_s` of silence; while others are heard, its requests go to them sooner.
-    `options` are those of `Engine`.
+    `traffic` is what goes by the labels of engines. `options` are those of `Engine`.
     """
 
     def __init__(
@@ -45,12 +47,13 @@ class RouteEngine(Engine):
         prefix_key: bytes | None = None,
         *,
         link_timeout_s: float | None = LINK_TIMEOUT_S,
+        traffic: TrafficRules | None = None,
         warm_up: WarmUp | None = None,
         read_text: ReadText = read_text_alone,
         **options: Any,
     ) -> None:
         members = members if isinstance(members, Members) else Members.of(members)
-        processes = partial(FleetProcesses, make_hosts=hosts_of(members, prefix_key, link_timeout_s))
+        processes = partial(FleetProcesses, make_hosts=hosts_of(members, prefix_key, link_timeout_s), traffic=traffic)
         core = partial(RemoteCore, make_processes=processes, read_text=read_text, warm_up=warm_up)
         super().__init__(config, core=core, **options)
 

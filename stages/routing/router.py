@@ -10,6 +10,7 @@ from .engine_load import EngineLoad, EngineView
 from .policies import LeastWork, RoutingPolicy
 from .prefix_index import PrefixIndex
 from .queue_wait import num_waiting, shortest
+from .recent_prefixes import PrefixNode, RecentPrefixes
 from .score import RequestFacts, prompt_s
 
 EXPECTED_S = 30.0  # for how long the blocks of a prompt are expected at the engine it was sent to
@@ -38,6 +39,7 @@ class Router:
         self._unheard = LeastWork()
         self._block_size = block_size
         self._index = PrefixIndex()
+        self._recent = RecentPrefixes()
         self.num_expected: Counter[int] = Counter()  # tokens, by engine: those of prompts that it should have cached
         self._answer = FIRST_ANSWER  # mean tokens of answers
         self.last_scores: Mapping[int, float] = {}  # of the last choice, in seconds by engine; {}: it had no scores
@@ -76,6 +78,7 @@ class Router:
             seconds = prompt_s(view.load.costs, request.num_prompt, found, view.load.token_budget)
         if request.keys:
             self._index.expect(engine, request.keys, now_s, now_s + EXPECTED_S)
+            self._recent.note(request.keys)
         view.note_sent(seconds, request.num_prompt, request.num_choices)
 
     def note_load(self, engine: int, load: EngineLoad) -> None:
@@ -115,6 +118,15 @@ class Router:
         """An engine is lost, with all that it had cached; one that takes its place begins anew."""
         self._index.drop(engine)
         self.views.pop(engine, None)
+
+    def warm_prefixes(self, engines: Iterable[int]) -> list[tuple[PrefixNode, dict[int, int]]]:
+        """The prefixes of the last prompts, and of each, how many tokens each engine says that it has cached."""
+        every = list(engines)
+        found = []
+        for node in self._recent.nodes():
+            runs = self._index.runs(node.keys, every, float("inf"))  # without what is only expected
+            found.append((node, {engine: run * self._block_size for engine, run in runs.items()}))
+        return found
 
     def held_by(self, engine: int) -> set[bytes]:
         """The keys of the blocks that an engine has told of."""

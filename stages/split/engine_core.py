@@ -26,6 +26,7 @@ from ..messages import StepTokens, TokenRequest
 from ..pipeline import ENTRY_CAPACITY, TEXT_CAPACITY, TO_DETOKENIZE, TO_SCHEDULE
 from ..traffic.labels import Labels, known_labels
 from .inflight_requests import InflightRequests
+from .model_digest import digest_of
 from .process_client import MODULE, EngineClient, EngineDied
 from .process_keeper import ProcessKeeper
 from .protocol import EngineReady, Setup, StatusQuery
@@ -94,6 +95,7 @@ class EngineCore:
         self.keeper: ProcessKeeper | None = None
         self.ready: EngineReady | None = None  # what the present process told at its start
         self.labels: Labels = {}  # of the present process, or the last one
+        self.model_digest = ""  # likewise, of an engine elsewhere; those of this machine load the same files
         self.is_draining = False  # it takes no new requests
         self.is_parting = False  # its link ends by plan
         self.has_come_back = False  # the present process is the one before: only its connection had ended
@@ -146,12 +148,14 @@ class EngineCore:
             start_host=self._start_host,
         )
         first_step = self.last_step + STEPS_APART if first_step is None else first_step
-        made = (config, logs.settings(), first_step, self._model_files, self._cpus, is_elsewhere, self.prefix_key)
+        files = None if is_elsewhere else self._model_files  # elsewhere the model may be another one after a restart
+        made = (config, logs.settings(), first_step, files, self._cpus, is_elsewhere, self.prefix_key)
         setup = Setup(*made)
         ready = await client.start(setup, self.files)
         before, self.ready = self.ready, ready
         self._num_silent_checks = 0
         self.labels = known_labels(ready.labels)
+        self.model_digest = digest_of(ready) if is_elsewhere else ""
         self.has_come_back = before is not None and ready.instance == before.instance != ""
         if self._model_files is None:
             self._model_files = ready.files
@@ -236,7 +240,7 @@ class EngineCore:
     def forget_process(self) -> None:
         """The process has gone by plan: nothing of it concerns the next one, but the numbers of its steps."""
         self.ready = self.report = None
-        self.labels = {}
+        self.labels, self.model_digest = {}, ""
         self.is_draining = self.is_parting = False
         self._num_silent_checks = 0
 

@@ -15,6 +15,7 @@ from ..messages import Indices, Ints, StepTokens, TokenRequest
 
 STEPS_AT_ONCE = 512  # steps recorded before the tokens of ended sequences are discarded
 GROUP_FROM = 8  # suspects that are tried one at a time; of more, those that had made tokens are tried together
+FIRST_COPY_ID = 1 << 40  # from here on ids are of sequences that no client waits for: they are in no table
 SUSPICIOUS_DEATHS = 2  # engine deaths during a request's run from which on it may be the cause
 
 Columns = tuple[NDArray[np.int64], Indices, Indices]  # (sequence ids, places, token ids) of steps
@@ -24,6 +25,7 @@ Columns = tuple[NDArray[np.int64], Indices, Indices]  # (sequence ids, places, t
 class InflightRequest:
     prompts: list[TokenRequest] = field(default_factory=list)
     core: int | None = 0  # index of the engine process that it was sent to; None: of none, since the last one died
+    model: str | None = None  # the digest of the model that computes its answers; None: none has begun
     num_deaths: int = 0  # of engine processes that ran it
     num_deaths_unrun: int = 0  # of those that had it and did not run it yet
     num_deaths_passed: int = 0  # `num_deaths` at its last passed trial

@@ -19,6 +19,7 @@ from ..outputs import ModelInfo
 from ..pipeline import TO_SCHEDULE, build_front_pipeline
 from ..routing.engine_load import EngineLoad
 from ..routing.reports import KeyChange
+from ..traffic.traffic_rules import Traffic
 from .engine_core import CoreOwner, EngineCore
 from .front import FrontStages
 from .inflight_requests import InflightRequests
@@ -85,6 +86,9 @@ class Processes(Protocol):
     def engines(self) -> list[dict[str, Any]]: ...
     @property
     def choices(self) -> list[dict[str, Any]]: ...  # as `Engine.choices`
+    @property
+    def traffic(self) -> Traffic | None: ...  # as `Engine.traffic`
+    def warm_prefixes(self) -> list[dict[str, Any]]: ...  # as `Engine.warm_prefixes`
 
     def note_lost(self, core: EngineCore) -> None: ...  # nothing comes from the process any more
     def note_draining(self, core: EngineCore, *, migrates: bool) -> None:
@@ -106,6 +110,9 @@ class Processes(Protocol):
     def by_core(self, causes: dict[int, str], gone: Gone) -> Iterable[tuple[EngineCore, dict[int, str]]]:
         """The causes for the sequences of each process; `gone` are requests that the table does not have any more."""
 
+    def note_copy_failed(self, request_id: str, reason: str) -> bool:
+        """A request has failed in a process; returns whether no client waits for it."""
+
     def note_report(self, core: EngineCore) -> None: ...  # a process has reported the state of its step loop
     def note_router_report(self, core: EngineCore, report: EngineLoad | KeyChange) -> None:
         """A process has reported its load, or what it has cached."""
@@ -122,6 +129,7 @@ class OneProcess:
     setting, inline = "mode = split", "mode = inline"
     engines: list[dict[str, Any]] = []  # noqa: RUF012 - of a fleet only
     choices: list[dict[str, Any]] = []  # noqa: RUF012 - likewise
+    traffic = None
 
     def __init__(self, setup: EngineSetup, owner: CoreOwner) -> None:
         check_num_engines(setup.config, 1)
@@ -211,6 +219,12 @@ class OneProcess:
 
     def by_core(self, causes: dict[int, str], gone: Gone) -> Iterable[tuple[EngineCore, dict[int, str]]]:
         return [(self._core, causes)] if causes else []
+
+    def warm_prefixes(self) -> list[dict[str, Any]]:
+        return []
+
+    def note_copy_failed(self, request_id: str, reason: str) -> bool:
+        return False
 
     def note_report(self, core: EngineCore) -> None:
         if core.report is not None and core.report.core.cache.blocks is not None:

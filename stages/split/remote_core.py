@@ -41,6 +41,7 @@ from ..outputs import ModelInfo
 from ..routing.engine_load import EngineLoad
 from ..routing.reports import KeyChange
 from ..schedule.scheduler import LOAD_FAILED
+from ..traffic.traffic_rules import Traffic
 from .engine_core import EngineCore
 from .front import CORE, FrontStages, TriedGrammars, join_with_loop
 from .process_client import ANSWER_S, MODULE, EngineClient, EngineDied
@@ -245,6 +246,13 @@ class RemoteCore:
     def choices(self) -> list[dict[str, Any]]:
         return self.processes.choices
 
+    def warm_prefixes(self) -> list[dict[str, Any]]:
+        return self.processes.warm_prefixes()
+
+    @property
+    def traffic(self) -> Traffic | None:
+        return self.processes.traffic
+
     def drain_engine(self, index: int, by: str) -> None:
         self.processes.drain(index, by)
 
@@ -323,6 +331,8 @@ class RemoteCore:
                     front.exit.note_service(request_id, word.stage, service_us)
             case Admitted():
                 self.processes.table.admit(word.sequence_ids)
+            case RequestFailed() if self.processes.note_copy_failed(word.request_id, word.reason or word.kind):
+                pass
             case RequestFailed():
                 if word.code == LOAD_FAILED and front.adapters is not None:
                     front.adapters.lose(word.request_id)
@@ -363,6 +373,8 @@ class RemoteCore:
 
     def refuse(self, request: TokenRequest, error: WireError) -> None:
         """Fails a request that cannot be encoded for the link."""
+        if self.processes.note_copy_failed(request.request_id, str(error)):
+            return
         code = "engine_version" if isinstance(error, VersionError) else "internal_error"
         failed = Failed(f"this request cannot be sent to the engine process: {error}", code=code)
         self._require_front().exit.fail(request.request_id, failed)

@@ -59,7 +59,7 @@ async def _live(sock: socket) -> tuple[int, bool]:
     env = LiveEnv(setup.config.seed)
     engine: EngineServer | None = None
     try:
-        limits = {"link_timeout_s": setup.link_timeout_s}
+        limits: dict[str, Any] = {"link_timeout_s": setup.link_timeout_s}
         engine = EngineServer(setup.config, env, _load_share(setup.num_engines), prefix_key=setup.prefix_key, **limits)
         listener = UnixListener(Path(setup.path), engine.take)
         if not await _started(link, engine):

@@ -31,7 +31,7 @@ from ....stages.machines.membership import Members
 from ...front_processes.front_member import FrontMember
 from ...front_processes.sockets import UNIX
 from ...front_processes.unix_peer import UnixPeer
-from ...front_processes.words import EngineStuck, FrontReady, FrontSetup, StartFailed
+from ...front_processes.words import EngineStuck, FrontReady, FrontSetup, StartFailed, traffic_of
 from ...http.listening import ListeningSockets
 from ..machines.addresses import parse_source, prefix_key, read_key, read_tls, tls_files
 from ..machines.route import RoutedEngine
@@ -83,6 +83,7 @@ async def _serve(member: FrontMember, setup: FrontSetup) -> None:
     fronts = OtherFronts(member, setup.number, Path(setup.folder), setup.server_config)
     async with AsyncExitStack() as stack:
         router, engine = _router(member, setup), None
+        member.on_traffic = router.follow
         if setup.is_successor:
             engine = await stack.enter_async_context(router)
         listening = ListeningSockets.open(setup.server_config, shares_port=True)
@@ -137,8 +138,8 @@ def _router(member: FrontMember, setup: FrontSetup) -> RoutedEngine:
         return TcpPeer(address, key, tls, partial(certified_name, sources, address))
 
     prefix = prefix_key(key) if setup.prefix_key is None else setup.prefix_key
-    members = Members(sources, make_peer)
-    return RoutedEngine(setup.engine_config, members, prefix, setup.server_config.link_timeout_s)
+    members, timeout_s = Members(sources, make_peer), setup.server_config.link_timeout_s
+    return RoutedEngine(setup.engine_config, members, prefix, timeout_s, traffic_of(setup.traffic))
 
 
 def _source(index: int, text: str) -> EngineSource:

@@ -12,6 +12,7 @@ from ....runtime.env.log import configure, get_logger
 from ....runtime.env.loops import loop_factory, until_any_is_set
 from ....runtime.env.service_manager import ServiceManager
 from ....stages.config import EngineConfig
+from ....stages.traffic.traffic_rules import TrafficRules
 from ...config import ServerConfig
 from ...front_processes.check import check
 from ...front_processes.supervisor import ServerPlan, Supervisor
@@ -34,6 +35,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     check(engine_config, server_config, has_engines=bool(engines))
     for text in engines:
         parse_source(text)
+    traffic = TrafficRules.parse(getattr(options, "split", None), getattr(options, "shadow", None))
     read_key(key_file)
     tls = tls_files(*(getattr(options, f"fleet_tls_{one}", None) for one in ("cert", "key", "ca")))
     read_tls(tls, "dialer")
@@ -46,6 +48,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
         engines=engines,
         fleet_key_file=None if key_file is None else str(key_file),
         fleet_tls=() if tls is None else tuple(map(str, (tls.cert, tls.key, tls.ca))),
+        traffic=traffic,
     )
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_supervise(plan))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from ....runtime.env.log import get_logger
 from ....stages.config import EngineConfig
@@ -16,6 +17,7 @@ from ....stages.machines.engine_sources import certified_name
 from ....stages.machines.membership import Members
 from ....stages.machines.route_engine import RouteEngine, front_config
 from ....stages.split.process_client import EngineDied
+from ....stages.traffic.traffic_rules import TrafficRules
 from ...config import ServerConfig
 from ..serve import run_with
 from .addresses import parse_source, prefix_key, read_key, read_tls, tls_files
@@ -30,9 +32,11 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     sources = [parse_source(text) for text in options.engine]
     if server_config.mode != "auto":
         raise ConfigError(f"mode = {server_config.mode}: the engines of a front are processes elsewhere; leave it out")
+    traffic = TrafficRules.parse(options.split, options.shadow)
     members = Members(sources, lambda address: TcpPeer(address, key, tls, partial(certified_name, sources, address)))
     timeout_s, prefix = server_config.link_timeout_s, prefix_key(key)
-    make_engine = partial(RoutedEngine, members=members, prefix_key=prefix, link_timeout_s=timeout_s)
+    fleet: dict[str, Any] = {"members": members, "prefix_key": prefix, "link_timeout_s": timeout_s, "traffic": traffic}
+    make_engine = partial(RoutedEngine, **fleet)
     return run_with(options, engine_config, server_config, make_engine)
 
 
@@ -40,18 +44,30 @@ class RoutedEngine:
     """A `RouteEngine`, once an engine was reached: what that is decides its settings."""
 
     def __init__(
-        self, config: EngineConfig, members: Members, prefix_key: bytes | None, link_timeout_s: float | None
+        self,
+        config: EngineConfig,
+        members: Members,
+        prefix_key: bytes | None,
+        link_timeout_s: float | None,
+        traffic: TrafficRules | None = None,
     ) -> None:
         self._config, self._members, self._prefix_key = config, members, prefix_key
-        self._link_timeout_s = link_timeout_s
+        self._link_timeout_s, self._traffic = link_timeout_s, traffic
         self._engine: RouteEngine | None = None
+
+    def follow(self, rules: TrafficRules) -> None:
+        """Other rules than those it was made with, from now on."""
+        self._traffic = rules
+        if self._engine is not None and self._engine.traffic is not None:
+            self._engine.traffic.change(rules)
 
     async def __aenter__(self) -> Engine:
         await self._members.open()
         while True:
-            ready = await look_at_first(self._members)
+            ready = await look_at_first(self._members, self._traffic)
             config = front_config(self._config, ready, len(self._members.peers))
-            engine = RouteEngine(config, self._members, self._prefix_key, link_timeout_s=self._link_timeout_s)
+            options: dict[str, Any] = {"link_timeout_s": self._link_timeout_s, "traffic": self._traffic}
+            engine = RouteEngine(config, self._members, self._prefix_key, **options)
             try:
                 await engine.__aenter__()
             except EngineDied as error:  # since it was looked at

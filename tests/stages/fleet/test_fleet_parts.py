@@ -38,7 +38,7 @@ class Core:
 
     def __init__(self, table: FleetRequests, index: int, capacity: int = 2) -> None:
         self.index, self.is_serving, self.is_silent, self.sent = index, True, False, list[str]()
-        self.is_draining = False
+        self.is_draining, self.model_digest = False, ""
         self.requests: OutboundChannel[TokenRequest] = OutboundChannel("a", capacity, on_send=self._sent)
         self._table = table
 

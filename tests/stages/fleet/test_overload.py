@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from millrace.stages.outputs import ModelInfo
 from millrace.stages.split.remote_core import RemoteCore
 from millrace.stages.testing.scripted.engine import SMALL, _device, _loaded, _model, _resolved
 from millrace.stages.testing.scripted.script import Script
+from millrace.stages.traffic.split_counts import Side, SideCounts
+from millrace.stages.traffic.traffic_rules import TrafficRules
 from tests.bench.overload import Figures, Overload, measure
 from tests.simulation.fleet import SimHosts
 from tests.simulation.memory_link import MemoryChild, in_memory
@@ -30,18 +32,20 @@ CONFIG = replace(SMALL, data_parallel_size=2, max_num_seqs=8, max_queue_s=5.0, m
 class SimFleetEngine(Engine):
     """A fleet of scripted engines in virtual time."""
 
-    def __init__(self, config: Any, env: SimEnv) -> None:
+    def __init__(self, config: Any, env: SimEnv, traffic: TrafficRules | None = None) -> None:
         async def read_text(config: Any, phases: Any, env: Any) -> Callable[[ModelInfo], Any]:
             loaded = _loaded(config, _model(config, Script(), env))
             return lambda info: replace(loaded, info=info)
 
-        processes = partial(FleetProcesses, make_hosts=SimHosts)
+        processes = partial(FleetProcesses, make_hosts=SimHosts, traffic=traffic)
         core = partial(RemoteCore, make_processes=processes, read_text=read_text, warm_up=None)
         super().__init__(config, core=core, env=env)
 
 
-def overloaded(seconds: float) -> Figures:
-    """The figures of two engines."""
+def overloaded(
+    seconds: float, factor: float = 4.0, split: str | None = None
+) -> tuple[Figures, Mapping[Side, SideCounts]]:
+    """The figures of two engines, of which the second one is of v2, and of the sides of a split."""
     children: list[MemoryChild] = []
 
     class Child(MemoryChild):
@@ -59,9 +63,10 @@ def overloaded(seconds: float) -> Figures:
             for child in children:
                 child.process.report_to_router()
 
-    async def main(env: SimEnv) -> Figures:
+    async def main(env: SimEnv) -> tuple[Figures, Mapping[Side, SideCounts]]:
         with in_memory(env, make, Child):
-            async with SimFleetEngine(_resolved(CONFIG, {}), env) as engine:
+            async with SimFleetEngine(_resolved(CONFIG, {}), env, TrafficRules.parse(split, None)) as engine:
+                engine.core.processes.cores[1].labels = {"version": "v2"}  # type: ignore[attr-defined]
                 ticking = asyncio.create_task(tick(env))
                 slots = CONFIG.data_parallel_size * CONFIG.max_num_seqs
                 figures = await measure(
@@ -70,6 +75,7 @@ def overloaded(seconds: float) -> Figures:
                         env.now,
                         env.sleep,
                         slots,
+                        factor,
                         seconds=seconds,
                         num_tokens=NUM_TOKENS,
                         capacity=slots / (2 * STEP_S),
@@ -77,7 +83,8 @@ def overloaded(seconds: float) -> Figures:
                 )
                 ticking.cancel()
                 await env.aclose()
-                return figures
+                assert engine.traffic is not None
+                return figures, engine.traffic.counts.sides
 
     with captured_logs():
         return run(main, seed=1, policy="fifo", worker_delay_s={"device": (STEP_S, STEP_S)}).value
@@ -85,9 +92,20 @@ def overloaded(seconds: float) -> Figures:
 
 @pytest.mark.timeout(120)
 def test_at_four_times_the_load_the_engines_stay_busy_and_the_waits_told_are_true() -> None:
-    figures = overloaded(10.0)
+    figures, _ = overloaded(10.0)
     assert figures.share >= 0.9, figures
     assert figures.refusal_p99_s <= 0.1
     assert figures.retry_error <= 0.25
     assert figures.engines == {2}
     assert figures.num_late <= 0.05 * (figures.num_offered - len(figures.refusals_s))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("split", ["version=v2:100", "version=v2:0"])
+def test_what_one_side_of_a_split_has_no_room_for_goes_to_the_other(split: str) -> None:
+    figures, sides = overloaded(6.0, 0.8, split)
+    assert not figures.refusals_s, "four fifths of what both engines can do"
+    assert figures.num_late <= 0.1 * figures.num_offered
+    full, other = (sides[side] for side in (("labelled", "rest") if split.endswith("100") else ("rest", "labelled")))
+    assert full.num_moved == other.num_requests > 0.1 * full.num_requests and other.num_moved == 0
+    assert other.num_failed == 0, "only those that came before any engine had told its load are late"

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from millrace.runtime.env.env import LiveEnv
@@ -23,6 +23,7 @@ from millrace.stages.params import SamplingParams
 from millrace.stages.testing.scripted.engine import SMALL, _device, _loaded, _model, _resolved
 from millrace.stages.testing.scripted.script import Script
 from millrace.stages.traffic.labels import Labels
+from millrace.stages.traffic.traffic_rules import TrafficRules
 
 KEY = b"k" * 16
 CONFIG = replace(SMALL, max_num_seqs=8)
@@ -39,13 +40,15 @@ class ScriptedMachines:
         self._env = LiveEnv(0)
         self.servers: dict[str, EngineServer] = {}
 
-    async def start(self, *names: str, labels: Labels | None = None, **overrides: Any) -> None:
-        """Starts engines at these hosts, port 1."""
+    async def start(self, *names: str, labels: Labels | None = None, script: Script = SCRIPT, **overrides: Any) -> None:
+        """Starts engines at these hosts, port 1. Those of another script have other weights."""
         for name in names:
             config = replace(self.config, **overrides)
             options: dict[str, Any] = {"prefix_key": KEY, "link_timeout_s": None, "labels": labels}
-            server = EngineServer(config, self._env, self._load, **options)
+            server = EngineServer(config, self._env, partial(self._load, script), **options)
             await server.start()
+            if script is not SCRIPT:
+                server._files = {**server._files, "model.safetensors": f"{script}"}
             self.servers[f"{name}:1"] = server
 
     async def stop(self, name: str) -> None:
@@ -57,8 +60,8 @@ class ScriptedMachines:
             await server.aclose()
         await self._env.aclose()
 
-    def _load(self, config: EngineConfig, env: Any, phases: Any) -> Any:
-        model = _model(config, SCRIPT, env, self.step_s)
+    def _load(self, script: Script, config: EngineConfig, env: Any, phases: Any) -> Any:
+        model = _model(config, script, env, self.step_s)
         return _loaded(config, model), _device(model)
 
     def peer(self, address: Address) -> ScriptedPeer:
@@ -69,13 +72,15 @@ class ScriptedMachines:
         return lambda info: replace(loaded, info=info)
 
     @asynccontextmanager
-    async def front(self, *sources: Any, own: EngineConfig | None = None) -> AsyncIterator[RouteEngine]:
+    async def front(
+        self, *sources: Any, own: EngineConfig | None = None, traffic: TrafficRules | None = None
+    ) -> AsyncIterator[RouteEngine]:
         """A front of the engines that the sources name."""
         members = Members(sources, self.peer)
         await members.open()
-        ready = await look_at_first(members)
+        ready = await look_at_first(members, traffic)
         config = front_config(own or EngineConfig(), ready, len(members.peers))
-        async with RouteEngine(config, members, KEY, read_text=self.read_text) as engine:
+        async with RouteEngine(config, members, KEY, read_text=self.read_text, traffic=traffic) as engine:
             yield engine
 
 
@@ -130,9 +135,9 @@ async def answer(engine: Engine, prompt: str, params: SamplingParams = SHORT) ->
     return [token async for output in engine.generate(prompt, params) for token in output.outputs[0].token_ids]
 
 
-def expected(prompt: str, params: SamplingParams = SHORT) -> list[int]:
-    """What any engine answers."""
-    return SCRIPT.expected(list(prompt.encode()), params)
+def expected(prompt: str, params: SamplingParams = SHORT, script: Script = SCRIPT) -> list[int]:
+    """What any engine of a script answers."""
+    return script.expected(list(prompt.encode()), params)
 
 
 async def until(is_so: Callable[[], bool]) -> None:

@@ -16,8 +16,8 @@ from millrace.runtime.processes.transport import SocketTransport
 from millrace.stages.config import EngineConfig
 from millrace.stages.engine.engine import Engine
 from millrace.stages.errors import ConfigError
-from millrace.stages.machines.connected_hosts import check_alike
 from millrace.stages.machines.engine_server import EngineServer, check
+from millrace.stages.machines.likeness import check_alike
 from millrace.stages.machines.route_engine import OwnPeer, RouteEngine, front_config, look_at_all
 from millrace.stages.params import SamplingParams
 

@@ -171,7 +171,7 @@ class FleetProcesses:
         self.traffic.open(self._front.exit)
         if (copies := self.traffic.copies) is not None:
             copies.has_room = self._has_room_for_copies
-            copies.note_sent = lambda core, prompt: self.router.note_sent(core.index, self.router.routed(prompt))
+            copies.note_sent = lambda core, prompt: self.router.note_copy(core.index, prompt)
             copies.decode = lambda token_ids: loaded.tokenizer.decode(token_ids)
         self.table.on_attempt = self._front.exit.note_attempt
         return self._front

@@ -99,6 +99,10 @@ class FleetRouter:
         num_waiting, wait_s, fewest = found
         return EngineQueues(len(cores), num_waiting, wait_s, fewest < max_waiting)
 
+    def note_copy(self, core: int, prompt: TokenRequest) -> None:
+        """A copy of a prompt was sent to a process. Its blocks are not looked up."""
+        self.note_sent(core, RoutedRequest(len(prompt.token_ids), (), prompt.params.max_tokens, prompt.params.n))
+
     def has_free_slot(self, core: int, num_copies: int) -> bool:
         """Whether a process runs what is sent there at once, as far as it has told; it has so many copies now."""
         if self._router is None:

@@ -23,13 +23,13 @@ export function View({ app }) {
       ${found.fronts.length > 0 && html`<${Figure} name="fronts ready" value=${ready(found.fronts)} id="fleet.fronts" />`}
       <${Figure} name="rule" value=${found.policy} id="fleet.policy" />
     </dl><//>
-    ${found.engines.length > 0 && html`<${Card} title="Engines" note="Requests of this front, and their work in tokens of a prompt."><table>
+    ${found.engines.length > 0 && html`<${Card} title="Engines" note="Requests of this front, and their work in tokens of a prompt."><div class="wide"><table>
       <thead><tr><th scope="col">engine</th><th scope="col">state</th><th scope="col" class="num">requests</th><th scope="col">work</th><th scope="col" class="num">deaths</th></tr></thead>
       <tbody>${found.engines.map((engine) => html`<tr key=${engine.index} data-engine=${engine.index}>
         <th scope="row">${engine.index}${engine.address && html` <span class="note">${engine.address}</span>`}${Object.entries(engine.labels).map(([name, value]) => html` <span class="badge" key=${name}>${name}=${value}</span>`)}</th>
         <td><${State} of=${engine} /></td><td class="num">${count(engine.num_requests)}</td>
         <td><meter min="0" max=${most} value=${engine.work} aria-label=${`work of engine ${engine.index}`}></meter> ${count(engine.work)}</td>
-        <td class="num">${count(engine.num_deaths)}</td></tr>`)}</tbody></table><//>`}
+        <td class="num">${count(engine.num_deaths)}</td></tr>`)}</tbody></table></div><//>`}
     ${found.traffic?.split && html`<${Split} of=${found.traffic} />`}
     ${found.traffic?.shadow && html`<${Shadow} of=${found.traffic} />`}
     ${found.fronts.length > 0 && html`<${Card} title="Fronts" note=${`This page shows front ${found.front}.`}><table>
@@ -77,11 +77,11 @@ function Split({ of }) {
   const label = of.split.slice(0, of.split.lastIndexOf(":"));
   const names = { labelled: label, rest: "the others" };
   const ms = (value) => (value === null ? "–" : seconds(value / 1000));
-  return html`<${Card} title="Split" note=${`${of.split.slice(label.length + 1)} % of the requests go to engines with ${label}, by session. Counts of this front, since the split has this label.`}><table>
+  return html`<${Card} title="Split" note=${`${of.split.slice(label.length + 1)} % of the requests go to engines with ${label}, by session. Counts of this front, since the split has this label.`}><div class="wide"><table>
     <thead><tr><th scope="col">engines</th><th scope="col" class="num">requests</th><th scope="col" class="num" title="drawn for these engines, and sent to the others, which alone could take them">moved away</th><th scope="col" class="num">finished</th><th scope="col" class="num">failed</th><th scope="col" class="num">first token, median</th><th scope="col" class="num">p99</th></tr></thead>
     <tbody>${Object.entries(of.sides).map(([side, counts]) => html`<tr key=${side} data-side=${side}>
       <th scope="row">${names[side]}</th><td class="num">${count(counts.num_requests)}</td><td class="num">${count(counts.num_moved)}</td><td class="num">${count(counts.num_finished)}</td>
-      <td class="num">${count(counts.num_failed)}</td><td class="num">${ms(counts.ttft_p50_ms)}</td><td class="num">${ms(counts.ttft_p99_ms)}</td></tr>`)}</tbody></table><//>`;
+      <td class="num">${count(counts.num_failed)}</td><td class="num">${ms(counts.ttft_p50_ms)}</td><td class="num">${ms(counts.ttft_p99_ms)}</td></tr>`)}</tbody></table></div><//>`;
 }
 
 // What became of copies of requests, whose answers are compared with the real ones.

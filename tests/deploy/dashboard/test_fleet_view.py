@@ -35,6 +35,8 @@ def test_engines_fronts_and_the_scores_of_each_choice_are_shown(num_fronts: int)
             until(page, "document.querySelectorAll('[data-choice]').length > 0")
             cells = page.inner_text("[data-choice]")
             assert "cached" in cells and "asked-" in cells
+            until(page, "document.querySelectorAll('[data-prefix]').length > 0")
+            until(page, "[...document.querySelectorAll('[data-warm]')].some((cell) => Number(cell.dataset.warm) > 0)")
             if num_fronts > 1:
                 assert page.inner_text("#front") == f"front {num_fronts - 1} of {num_fronts}"
                 assert page.locator("[data-front]").count() == num_fronts

@@ -22,6 +22,7 @@ from tests.deploy.test_split import until
 IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
 MILLRACE = [sys.executable, "-m", "millrace.deploy"]
 SETTINGS = ["--max-num-seqs", "16", "--threads", "1", "--dtype", "float32"]
+LABEL = ["--label", "version=v2"]
 TEXT = "/v1/completions"
 WORDS = ("Once upon a time", "The dog", "Hello there, ", "A ship", "My cat is", "One day", "Zoe and Tom", "In a wood")
 
@@ -32,7 +33,7 @@ class EngineCommand:
     """One `millrace engine` process. A context manager that kills it."""
 
     def __init__(self, key: Path, port: int = 0, more: Sequence[str] = ()) -> None:
-        fleet = ["--listen", f"127.0.0.1:{port}", "--fleet-key-file", str(key), "--metrics-port", "0"]
+        fleet = ["--listen", f"127.0.0.1:{port}", "--fleet-key-file", str(key), "--metrics-port", "0", *LABEL]
         self.process = subprocess.Popen(
             [*MILLRACE, "engine", *fleet, *SETTINGS, *more],
             cwd=ROOT,
@@ -116,10 +117,14 @@ def test_a_route_answers_through_an_engine_and_both_end_on_sigterm(key: Path, en
         first = text_of(server, 0)
         assert first and text_of(server, 0) == first
         assert server.post(TEXT, asked(0, 4)).headers["x-millrace-attempts"] == "1"
-        at_rest = {"status": "ready", "fronts": 1, "requests": 0}
+        at_rest = {"status": "ready", "fronts": 1, "requests": 0, "labels": {"version": "v2"}}
         until(lambda: json.loads(engine.page("/health")[1]) == at_rest)
         assert engine.page("/health")[0] == 200
-        assert "\nmillrace:fronts 1.0\n" in engine.page("/metrics")[1]
+        pages = engine.page("/metrics")[1], server.get("/metrics").body.decode()
+        assert (
+            "\nmillrace:fronts 1.0\n" in pages[0] and '\nmillrace:engine_labels{label_version="v2"} 1.0\n' in pages[0]
+        )
+        assert f'address="{engine.address}",engine="0",label_version="v2"' in pages[1]
         server.signal()
         assert server.process.wait(20.0) == 0
     until(lambda: json.loads(engine.page("/health")[1])["fronts"] == 0)

@@ -535,7 +535,8 @@ class RecurrentKernels(Protocol):
     """The kernels of recurrent layers, over states by slot, which they change in place.
 
     A sequence that begins with its first token reads zeros, whatever its slot holds. One without tokens in the step
-    leaves its slot alone, or with zeros.
+    leaves its slot alone. Behind the tokens of the last sequence a step may have others, of none: what is returned for
+    those are some finite numbers.
     """
 
     def causal_conv(self, x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None, step: SequenceRows) -> Tensor:

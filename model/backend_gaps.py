@@ -74,14 +74,6 @@ def _of_cpus_alone(layer: LayerSpec) -> Iterator[str]:
     mixer = layer.mixer
     if isinstance(mixer, LatentSpec):
         yield "latent attention"
-    if isinstance(mixer, RecurrentSpec):
-        yield f"recurrent layers: {mixer.kind}"
-    if mixer is None:
-        yield "layers without attention"
-    if layer.feed is None:
-        yield "layers without a feed-forward network"
-    if isinstance(mixer, AttentionSpec) and mixer.has_output_gate:
-        yield "a gate of attention's output"
     if isinstance(mixer, AttentionSpec) and mixer.v_norm is not None:
         yield "a norm of values"
     if isinstance(mixer, AttentionSpec) and mixer.is_k_v:

@@ -272,14 +272,16 @@ def step_cases() -> list[CompileCase]:
     starts, adapters = _meta(257, dtype=ints), _meta(1024, dtype=ints)
     of_kinds = _meta(1, 1024, dtype=longs), _meta(1, 256, 2048, dtype=ints)
     buffers = step_state.StepBuffers(
-        tokens, tokens, tokens, tables, starts, rows, row_ids, rows, rows, rows, adapters, *of_kinds
+        tokens, tokens, tokens, tables, starts, rows, row_ids, rows, rows, rows, adapters, *of_kinds, row_ids
     )
     diff, out = _meta(8192, dtype=ints), _meta(2, 256, dtype=ints)
     offset = replace(slots, has_rope_offsets=True, has_adapters=True)
+    recurrent = replace(slots, has_states=True)
     two_kinds = replace(slots, tables=_meta(512, 2048, dtype=ints))
     return [
         CompileCase("step news", lambda: triton_step.apply_updates(diff, slots)),
         CompileCase("step inputs", lambda: triton_step.make_inputs(diff, slots, buffers, 16)),
+        CompileCase("step inputs recurrent", lambda: triton_step.make_inputs(diff, recurrent, buffers, 16)),
         CompileCase("step inputs of two kinds", lambda: triton_step.make_inputs(diff, two_kinds, buffers, 16)),
         CompileCase("step inputs longrope adapters", lambda: triton_step.make_inputs(diff, offset, buffers, 16)),
         CompileCase("step settle", lambda: triton_step.note_tokens(out, row_ids, buffers, slots)),

@@ -17,7 +17,7 @@ STATES: dict[str, tuple[int, int, int, int, bool]] = {  # groups, heads, sizes o
     "odd": (2, 6, 80, 72, True),
 }
 CHANNELS = {"Qwen3-Next": (8192, 4), "LFM2": (2048, 3), "odd": (200, 4)}
-STEPS = ((1, 1), (64, 64), (4, 2048))  # sequences and tokens
+STEPS = ((1, 1), (64, 64), (256, 256), (4, 2048))  # sequences and tokens
 
 
 def recurrent_cases(dtype: torch.dtype) -> list[CompileCase]:

@@ -65,6 +65,7 @@ class SlotState:
     tables: Array  # [K * S, M] i32 block ids in token order, of kind 0 first
     has_rope_offsets: bool = False
     has_adapters: bool = False
+    has_states: bool = False  # of recurrent layers, by slot
 
     @property
     def num_kinds(self) -> int:
@@ -92,6 +93,7 @@ class StepBuffers:
     adapters: Array  # [N] i32, slots of LoRA adapters, 0 = none; only where `SlotState.has_adapters`
     more_mappings: Array  # [K - 1, N] as `slot_mapping`, of the kinds of blocks after the first
     more_tables: Array  # [K - 1, P, M] as `block_tables`, likewise
+    slots: Array  # [P] i64, the slot of each row, 0 in padding; only where `SlotState.has_states`
 
     def of(self, num_rows: int, num_tokens: int) -> StepBuffers:
         """The same memory, for `num_rows` rows and `num_tokens` tokens."""
@@ -109,6 +111,7 @@ class StepBuffers:
             self.adapters[:num_tokens],
             self.more_mappings[:, :num_tokens],
             self.more_tables[:, :num_rows],
+            self.slots[:num_rows],
         )
 
 
@@ -123,6 +126,7 @@ def make_slots(
     *,
     has_rope_offsets: bool = False,
     has_adapters: bool = False,
+    has_states: bool = False,
     num_kinds: int = 1,
 ) -> SlotState:
     """State for `num_slots` sequences of at most `max_model_len` tokens, in blocks of `num_kinds` kinds."""
@@ -132,6 +136,7 @@ def make_slots(
         tables=make((num_kinds * num_slots, -(-max_model_len // block_size)), "int32"),
         has_rope_offsets=has_rope_offsets,
         has_adapters=has_adapters,
+        has_states=has_states,
     )
 
 
@@ -151,6 +156,7 @@ def make_buffers(make: Make, num_rows: int, num_tokens: int, blocks_per_slot: in
         adapters=make((num_tokens,), "int32"),
         more_mappings=make((num_kinds - 1, num_tokens), "int64"),
         more_tables=make((num_kinds - 1, num_rows, blocks_per_slot), "int32"),
+        slots=make((num_rows,), "int64"),
     )
 
 
@@ -174,7 +180,8 @@ def make_inputs(diff: Array, slots: SlotState, buffers: StepBuffers, block_size:
     """Fills all of `buffers` with the rows of the diff, then padding.
 
     A sequence may have finished on the device before the host knows. Its row keeps its place, but reads and writes
-    nothing in the cache, and its logits have no slot.
+    nothing in the cache, and its logits have no slot. With recurrent states it reads and writes as before, as the host
+    may save the state behind the last token.
     """
     d, state, known, tables = (np.asarray(x) for x in (diff, slots.state, slots.tokens, slots.tables))
     out = StepBuffers(*(np.asarray(getattr(buffers, name)) for name in StepBuffers.__slots__))
@@ -188,7 +195,11 @@ def make_inputs(diff: Array, slots: SlotState, buffers: StepBuffers, block_size:
     out.query_starts[:] = num_tokens
     out.query_starts[: num_rows + 1] = offsets
     out.lengths[:] = 0
-    out.lengths[:num_rows] = np.where(goes_on, starts + counts, 0)
+    is_read = np.ones_like(goes_on) if slots.has_states else goes_on
+    out.lengths[:num_rows] = np.where(is_read, starts + counts, 0)
+    if slots.has_states:
+        out.slots[:] = 0
+        out.slots[:num_rows] = row_slots
     tables = tables.reshape(-1, len(state), tables.shape[1])  # [K, S, M]
     for row in range(num_rows):
         used = -(-int(out.lengths[row]) // block_size)
@@ -203,7 +214,7 @@ def make_inputs(diff: Array, slots: SlotState, buffers: StepBuffers, block_size:
     if slots.has_rope_offsets:
         out.positions[:num_tokens] += state[row_slots[rows], ROPE_OFFSET]
     out.input_ids[:num_tokens] = known[row_slots[rows], positions]
-    places = np.where(goes_on[rows], blocks * block_size + positions % block_size, -1)
+    places = np.where(is_read[rows], blocks * block_size + positions % block_size, -1)
     out.slot_mapping[:num_tokens], out.more_mappings[:, :num_tokens] = places[0], places[1:]
     if slots.has_adapters:
         out.adapters[:] = 0

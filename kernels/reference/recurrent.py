@@ -39,7 +39,7 @@ class OrderedRows:
     first; `actives[t]` sequences have more than t tokens, so the tokens of time t are adjacent there.
     """
 
-    slots: Tensor  # [S] i64, longest sequence first
+    slots: Tensor  # [S] i64, longest sequence first; only those that have tokens
     is_fresh: Tensor  # [S] bool: begins with its first token, so its state is zero whatever the slot holds
     by_time: Tensor  # [T] i64
     actives: list[int]
@@ -52,6 +52,8 @@ class OrderedRows:
         """See `SequenceRows`."""
         starts, ends = query_starts[:-1].long(), query_starts[1:].long()
         counts = ends - starts
+        if not (has_tokens := counts > 0).all():
+            slots, lengths, starts, ends, counts = (x[has_tokens] for x in (slots, lengths, starts, ends, counts))
         order = torch.argsort(counts, descending=True, stable=True)
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order), device=order.device)
@@ -72,6 +74,8 @@ class OrderedRows:
 def causal_conv(x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None, step: SequenceRows) -> Tensor:
     """See `RecurrentKernels.causal_conv`."""
     rows = step.ordered
+    if (num_tokens := len(rows.sequence_of)) < len(x):
+        return _padded(causal_conv(x[:num_tokens], tails, weight, bias, step) if num_tokens else x[:0].float(), x)
     before = tails.shape[1]
     width = before + 1
     places = torch.arange(len(x), device=x.device) + (rows.sequence_of + 1) * before  # each sequence behind its tail
@@ -94,6 +98,10 @@ def recur(
 ) -> Tensor:
     """See `RecurrentKernels.recur`."""
     rows = step.ordered
+    if (num_tokens := len(rows.sequence_of)) < len(v):
+        q, k, some, log_decay = (x[:num_tokens] for x in (q, k, v, log_decay))
+        beta = None if beta is None else beta[:num_tokens]
+        return _padded(recur(states, q, k, some, log_decay, beta, step) if num_tokens else some, v)
     num_tokens, num_heads, value_dim = v.shape
     groups, key_dim = k.shape[1:]
     heads = (groups, num_heads // groups)
@@ -118,6 +126,11 @@ def recur(
     out = torch.empty_like(found)
     out[order] = found
     return out.view(num_tokens, num_heads, value_dim)
+
+
+def _padded(found: Tensor, like: Tensor) -> Tensor:
+    """`found` [n, ...] with zeros behind it, as many rows as `like` has."""
+    return torch.cat((found, found.new_zeros(len(like) - len(found), *like.shape[1:])))
 
 
 def unit(x: Tensor) -> Tensor:

@@ -61,16 +61,16 @@ def make_inputs(diff: Tensor, slots: SlotState, buffers: StepBuffers, block_size
     _rows_kernel[(num_rows,)](
         diff, slots.state, slots.tables, buffers.block_tables, buffers.query_starts, buffers.lengths,
         buffers.logits_rows, buffers.sampled_slots, buffers.next_positions, buffers.runs, buffers.more_tables,
-        len(slots.state), slots.state.stride(0), slots.tables.stride(0), buffers.block_tables.stride(0),
-        buffers.more_tables.stride(0), B=block_size, BLOCK=BLOCK, NUM_KINDS=slots.num_kinds, enable_fp_fusion=True,
-        **early_launch(diff.device),
+        buffers.slots if slots.has_states else None, len(slots.state), slots.state.stride(0), slots.tables.stride(0),
+        buffers.block_tables.stride(0), buffers.more_tables.stride(0), B=block_size, BLOCK=BLOCK,
+        NUM_KINDS=slots.num_kinds, enable_fp_fusion=True, **early_launch(diff.device),
     )  # fmt: skip
     _tokens_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
         diff, slots.state, slots.tokens, slots.tables, buffers.input_ids, buffers.positions, buffers.slot_mapping,
         buffers.adapters if slots.has_adapters else None, buffers.more_mappings, num_tokens, len(slots.state),
         slots.state.stride(0), slots.tokens.stride(0), slots.tables.stride(0), buffers.more_mappings.stride(0),
         B=block_size, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_R=ROWS_AT_A_TIME, HAS_ROPE_OFFSETS=slots.has_rope_offsets,
-        NUM_KINDS=slots.num_kinds, enable_fp_fusion=True, **early_launch(diff.device),
+        HAS_STATES=slots.has_states, NUM_KINDS=slots.num_kinds, enable_fp_fusion=True, **early_launch(diff.device),
     )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def _apply_updates_kernel(
 @triton.jit
 def _rows_kernel(
     diff, state, tables, block_tables, query_starts, lengths, logits_rows, sampled_slots, next_positions, runs,
-    more_tables, num_slots, state_row, tables_row, out_row, out_kind,
+    more_tables, row_slots, num_slots, state_row, tables_row, out_row, out_kind,
     B: tl.constexpr, BLOCK: tl.constexpr, NUM_KINDS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     start_early(IS_EARLY)
@@ -139,7 +139,9 @@ def _rows_kernel(
     offset = tl.load(rows + 2 * num_rows + row, mask=is_row, other=0)
     end = tl.load(rows + 2 * num_rows + row + 1, mask=is_row, other=0)
     goes_on = is_row & (tl.load(state + slot * state_row + FINISHED, mask=is_row, other=0) == GOES_ON)
-    length = tl.where(goes_on, start + end - offset, 0)
+    length = tl.where(goes_on if row_slots is None else is_row, start + end - offset, 0)
+    if row_slots is not None:
+        tl.store(row_slots + row, slot)
     tl.store(query_starts + row, tl.where(is_row, offset, num_tokens))
     tl.store(query_starts + row + 1, num_tokens, mask=row == tl.num_programs(0) - 1)
     tl.store(lengths + row, length)
@@ -176,7 +178,7 @@ def _tokens_kernel(
     diff, state, tokens, tables, input_ids, positions, slot_mapping, adapters, more_mappings,
     num_tokens, num_slots, state_row, tokens_row, tables_row, mappings_kind,
     B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, HAS_ROPE_OFFSETS: tl.constexpr,
-    NUM_KINDS: tl.constexpr, IS_EARLY: tl.constexpr,
+    HAS_STATES: tl.constexpr, NUM_KINDS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     start_early(IS_EARLY)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -194,15 +196,16 @@ def _tokens_kernel(
     goes_on = is_token & (tl.load(state + slot * state_row + FINISHED, mask=is_token, other=0) == GOES_ON)
     position = tl.where(is_token, token - offset + start, 0)
     ids = tl.load(tokens + slot * tokens_row + position, mask=is_token, other=0)
-    block = tl.load(tables + slot * tables_row + position // B, mask=goes_on, other=0).to(tl.int64)
+    is_read = is_token if HAS_STATES else goes_on
+    block = tl.load(tables + slot * tables_row + position // B, mask=is_read, other=0).to(tl.int64)
     is_place = token < num_tokens  # padding included
     tl.store(input_ids + token, ids.to(tl.int64), mask=is_place)
-    tl.store(slot_mapping + token, tl.where(goes_on, block * B + position % B, -1), mask=is_place)
+    tl.store(slot_mapping + token, tl.where(is_read, block * B + position % B, -1), mask=is_place)
     for kind in tl.static_range(1, NUM_KINDS):
         table = tables + (slot + kind * num_slots) * tables_row
-        other = tl.load(table + position // B, mask=goes_on, other=0).to(tl.int64)
+        other = tl.load(table + position // B, mask=is_read, other=0).to(tl.int64)
         out = more_mappings + (kind - 1) * mappings_kind + token
-        tl.store(out, tl.where(goes_on, other * B + position % B, -1), mask=is_place)
+        tl.store(out, tl.where(is_read, other * B + position % B, -1), mask=is_place)
     if adapters is not None:
         adapter = tl.load(state + slot * state_row + ADAPTER, mask=goes_on, other=0)
         tl.store(adapters + token, adapter, mask=is_place)

@@ -6,18 +6,23 @@ a sequence that begins with its first token reads zeros.
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate, pairwise
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.kernel_set import RecurrentKernels
+from ...kernels.kernel_set import KernelSet, RecurrentKernels
+from ...kernels.layout.kv_layout import ALIGNMENT
 from ...kernels.layout.state_layout import StateLayout
+from ...kernels.reference import kernel_set
 from ...kernels.reference.recurrent import SequenceRows, gated_norm, unit
 from ..families.names import projections
 from ..spec import DecoderSpec, RecurrentSpec
-from .upload import zeros
+from .upload import upload, zeros
 from .weights import RecurrentWeights
 
 Ids = NDArray[np.int64]  # [C] slots, or places on the host
@@ -26,52 +31,73 @@ Ids = NDArray[np.int64]  # [C] slots, or places on the host
 class RecurrentStates:
     """The states of running sequences, for all recurrent layers of a decoder, and behind them those of cached prefixes.
 
-    A slot is contiguous in each tensor.
+    A state is contiguous over all layers, so swapping or copying it is one transfer.
     """
 
-    def __init__(self, spec: DecoderSpec, layout: StateLayout, dtype: torch.dtype, device: torch.device) -> None:
-        layers = spec.recurrent_layers
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        layout: StateLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: KernelSet = kernel_set,
+    ) -> None:
+        """Allocates them on `device`; `kernels` copies states."""
         kinds: dict[RecurrentSpec, list[int]] = {}
-        for index, layer in layers.items():
+        for index, layer in spec.recurrent_layers.items():
             kinds.setdefault(layer, []).append(index)
-        self.layout, num_rows = layout, layout.num_slots + layout.num_snapshots
-        self._memory: list[Tensor] = []  # [S + snapshots, layers of one shape, ...] each
+        parts: list[tuple[RecurrentSpec, torch.dtype, tuple[int, ...]]] = [  # f32 first, which is aligned to 4 bytes
+            (kind, torch.float32, (len(indices), kind.num_value_heads, kind.key_dim, kind.value_dim))
+            for kind, indices in kinds.items()
+            if kind.matrix_size
+        ]
+        parts += [
+            (kind, dtype, (len(indices), kind.conv_width - 1, kind.conv_channels)) for kind, indices in kinds.items()
+        ]
+        ends = [*accumulate((part[1].itemsize * math.prod(part[2]) for part in parts), initial=0)]
+        self.layout, self._copy_blocks = layout, kernels.copy_blocks
+        num_rows = layout.num_slots + layout.num_snapshots
+        # [S + snapshots, bytes] u8
+        self.memory = zeros((num_rows, -(-ends[-1] // ALIGNMENT) * ALIGNMENT), torch.uint8, device)
         self._layers: dict[int, tuple[Tensor, Tensor | None]] = {}
-        for kind, indices in kinds.items():
-            tail = (kind.conv_width - 1, kind.conv_channels)
-            tails = zeros((num_rows, len(indices), *tail), dtype, device)
-            self._memory.append(tails)
-            matrices = None
-            if kind.matrix_size:
-                shape = (kind.num_value_heads, kind.key_dim, kind.value_dim)
-                matrices = zeros((num_rows, len(indices), *shape), torch.float32, device)
-                self._memory.append(matrices)
-            for place, index in enumerate(indices):
-                self._layers[index] = tails[:, place], None if matrices is None else matrices[:, place]
+        matrices: dict[RecurrentSpec, Tensor] = {}
+        for (kind, part_dtype, shape), (begin, end) in zip(parts, pairwise(ends), strict=True):
+            part = self.memory[:, begin:end].view(part_dtype).view(num_rows, *shape)  # [S + snapshots, layers, ...]
+            if len(shape) == 4:
+                matrices[kind] = part
+                continue
+            for place, index in enumerate(kinds[kind]):
+                self._layers[index] = part[:, place], matrices[kind][:, place] if kind in matrices else None
 
     def layer(self, index: int) -> tuple[Tensor, Tensor | None]:
         """What one layer keeps: inputs of its convolution [S, W - 1, C], and matrices [S, H, K, V] or None. Views."""
         return self._layers[index]
 
-    def make_host_states(self) -> list[Tensor]:
-        """Host memory for the states of swapped sequences; uninitialised. Unused places take address space only."""
-        num = self.layout.num_on_host
-        return [torch.empty((num, *memory.shape[1:]), dtype=memory.dtype) for memory in self._memory]
+    def make_host_states(self) -> Tensor:
+        """Host memory for the states of swapped sequences, [places, bytes]; uninitialised.
+
+        Pinned if the states are on a GPU, and then allocated at once. Otherwise unused places take address space only.
+        """
+        shape = self.layout.num_on_host, self.memory.shape[1]
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=self.memory.is_cuda)
 
     def copy(self, sources: Ids, destinations: Ids) -> None:
         """Copies the state of slot or snapshot `sources[i]` to `destinations[i]`, all layers. None is in both."""
-        for memory in self._memory:
-            memory[torch.from_numpy(destinations)] = memory[torch.from_numpy(sources)]
+        self._copy_blocks(self.memory, 0, *(upload(ids, self.memory.device) for ids in (sources, destinations)))
 
-    def copy_out(self, slots: Ids, host: list[Tensor], places: Ids) -> None:
+    def copy_out(self, slots: Ids, host: Tensor, places: Ids) -> None:
         """Copies the state of `slots[i]` to place `places[i]` of `host` (see `make_host_states`), all layers."""
-        for memory, stored in zip(self._memory, host, strict=True):
-            stored[torch.from_numpy(places)] = memory[torch.from_numpy(slots)]
+        _copy(self.memory, slots, host, places)
 
-    def copy_in(self, host: list[Tensor], places: Ids, slots: Ids) -> None:
+    def copy_in(self, host: Tensor, places: Ids, slots: Ids) -> None:
         """Copies place `places[i]` of `host` to the state of `slots[i]`, all layers."""
-        for memory, stored in zip(self._memory, host, strict=True):
-            memory[torch.from_numpy(slots)] = stored[torch.from_numpy(places)]
+        _copy(host, places, self.memory, slots)
+
+
+def _copy(source: Tensor, source_ids: Ids, destination: Tensor, destination_ids: Ids) -> None:
+    """Copies state by state: on a GPU one asynchronous transfer each, on the current stream."""
+    for source_id, destination_id in zip(source_ids.tolist(), destination_ids.tolist(), strict=True):
+        destination[destination_id].copy_(source[source_id], non_blocking=True)
 
 
 class RecurrentLayer:

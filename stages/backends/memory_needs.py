@@ -16,7 +16,7 @@ from ...kernels.layout.state_layout import StateLayout
 from ...kernels.layout.step_state import STATE_WIDTH
 from ...model.decoder.rope import tables_bytes
 from ...model.kv_kinds import BlockBytes, CachedMixer, kv_layout
-from ...model.spec import AttentionSpec, DecoderSpec, LayerSpec
+from ...model.spec import AttentionSpec, DecoderSpec, LayerSpec, RecurrentSpec
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..memory_table import MachineMemory
@@ -36,6 +36,7 @@ COLUMN_BYTES = 128  # per slot: the sampler's columns of one number each
 # At most: kernels of a size of CUDA graphs beside its layers, with all its kinds of sampling, and bytes that the driver
 # keeps for each. What it really takes is measured when the graphs are captured.
 STEP_KERNELS, KERNEL_BYTES = 64, 16 << 10
+RECURRENT_KERNELS = 32  # of a recurrent layer beside its products: gates, convolution, recurrence and norm
 ADAPTER_KERNELS = 9  # of a layer with LoRA adapters, besides: shrink, expand, and norms apart from their products
 
 
@@ -199,7 +200,7 @@ def async_bytes(config: EngineConfig, max_model_len: int) -> int:
     tokens = max(config.num_step_tokens, rows)
     blocks = -(-max_model_len // config.block_size)
     state = slots * 4 * (STATE_WIDTH + max_model_len + blocks)
-    inputs = tokens * (3 * 8 + 4) + rows * (4 * blocks + 8 + 5 * 4) + 4
+    inputs = tokens * (3 * 8 + 4) + rows * (4 * blocks + 2 * 8 + 5 * 4) + 4
     return state + inputs + 4 * (diff_size(slots, MAX_DIFF_ITEMS, MAX_DIFF_ITEMS) + 2 * rows)
 
 
@@ -228,7 +229,8 @@ def layer_kernels(layer: LayerSpec) -> int:
     The library may cut each of the four products, and sum the pieces by a second kernel. Attention is its prologue and
     a list each of rows that decode and of prompts. What is normed or scaled is added by a kernel of its own.
     """
-    products, attention, activation = 4 * 2, 3, 1
+    products, activation = 4 * 2, 1
+    attention = RECURRENT_KERNELS if isinstance(layer.mixer, RecurrentSpec) else 3
     norms = [layer.pre_mixer, layer.pre_feed, layer.post_mixer, layer.post_feed]
     is_scaled = layer.residual_scale != 1.0
     num_added = sum(is_scaled or norm is not None for norm in norms[2:])

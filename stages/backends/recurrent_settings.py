@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..memory_table import human
 from .cache_size import CPU_SHARE, free_host_share
 
-STATE_SHARE = CPU_SHARE / 2  # of free memory, at most, for the states of running sequences
+STATE_SHARE = {"cpu": CPU_SHARE / 2, "cuda": 0.25}  # of free memory, at most, for the states of running sequences
 SNAPSHOT_SHARE = 0.2  # of the memory for the cache, for states of cached prefixes
 log = get_logger("millrace.stages")
 
@@ -36,21 +36,24 @@ def check_recurrent(config: EngineConfig, shape: DecoderSpec) -> None:
             )
 
 
-def within_state_memory(config: EngineConfig, shape: DecoderSpec, item_size: int, free_bytes: int) -> EngineConfig:
+def within_state_memory(
+    config: EngineConfig, shape: DecoderSpec, item_size: int, free_bytes: int, device: str = "cpu"
+) -> EngineConfig:
     """`config` with as many sequences at once as their recurrent states leave room for.
 
-    `item_size`: bytes of a number of the model; `free_bytes`: memory that the weights leave. Raises `ConfigError` if
-    not one sequence fits.
+    `item_size`: bytes of a number of the model; `free_bytes`: memory of the `device`, cpu or cuda, that the weights
+    leave. Raises `ConfigError` if not one sequence fits.
     """
     each = shape.state_bytes(item_size)
     if not each:
         return config
-    available = int(free_bytes * STATE_SHARE)
+    share = STATE_SHARE[device]
+    available = int(free_bytes * share)
     most, asked = available // each, config.max_num_seqs
     if most < 1:
         raise ConfigError(
             f"{shape.family}: the recurrent state of a sequence takes {human(each)}, and {human(available)} are for "
-            f"it, {STATE_SHARE:.1%} of the memory that is free beside the weights: free memory, or choose a smaller "
+            f"it, {share:.1%} of the memory that is free beside the weights: free memory, or choose a smaller "
             "model"
         )
     if most >= asked:
@@ -61,10 +64,18 @@ def within_state_memory(config: EngineConfig, shape: DecoderSpec, item_size: int
     return replace(config, max_num_seqs=most)
 
 
-def num_snapshots(config: EngineConfig, state_bytes: int, block_bytes: int, free_bytes: int, max_model_len: int) -> int:
+def num_snapshots(
+    config: EngineConfig,
+    state_bytes: int,
+    block_bytes: int,
+    free_bytes: int,
+    max_model_len: int,
+    cache_share: float = CPU_SHARE,
+) -> int:
     """How many states of cached prefixes are kept: as many as `state_cache_bytes` holds, or a fifth of the cache.
 
-    At most one for each block of all sequences that run at once. `free_bytes`: memory beside what is in use.
+    At most one for each block of all sequences that run at once. `free_bytes`: memory beside what is in use, of which
+    the cache takes `cache_share` if its size is not set.
     """
     if not config.enable_prefix_caching:
         return 0
@@ -73,22 +84,32 @@ def num_snapshots(config: EngineConfig, state_bytes: int, block_bytes: int, free
         num_blocks = config.num_gpu_blocks
         cache_bytes = num_blocks * block_bytes
     else:
-        cache_bytes = int(free_bytes * CPU_SHARE) if config.kv_cache_bytes is None else config.kv_cache_bytes
+        cache_bytes = int(free_bytes * cache_share) if config.kv_cache_bytes is None else config.kv_cache_bytes
     share = int(cache_bytes * SNAPSHOT_SHARE) if config.state_cache_bytes is None else config.state_cache_bytes
     return min(num_blocks, share // state_bytes)
 
 
 def state_layout(
-    config: EngineConfig, shape: DecoderSpec, item_size: int, block_bytes: int, host_blocks: int, max_model_len: int
+    config: EngineConfig,
+    shape: DecoderSpec,
+    item_size: int,
+    block_bytes: int,
+    host_blocks: int,
+    max_model_len: int,
+    device_bytes: int | None = None,
 ) -> tuple[StateLayout | None, int]:
     """How many recurrent states there is memory for, and how many blocks are left of the host pool of `host_blocks`.
 
-    `item_size`: bytes of a number of the model; `block_bytes`: of a block. None: the model has no recurrent layers.
+    `item_size`: bytes of a number of the model; `block_bytes`: of a block; `device_bytes`: of a GPU, what states and
+    the cache may take. None: the model has no recurrent layers.
     """
     each = shape.state_bytes(item_size)
     if not each:
         return None, host_blocks
-    snapshots = num_snapshots(config, each, block_bytes, free_host_share(config), max_model_len)
+    free, share = free_host_share(config), CPU_SHARE
+    if device_bytes is not None:
+        free, share = max(0, device_bytes - config.max_num_seqs * each), 1.0
+    snapshots = num_snapshots(config, each, block_bytes, free, max_model_len, share)
     layout = StateLayout(each, config.max_num_seqs, num_snapshots=snapshots)
     layout, left = layout.with_host(host_blocks * block_bytes, block_bytes)
     if host_blocks and not left:

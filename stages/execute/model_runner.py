@@ -108,7 +108,7 @@ class ModelRunner:
         self._known: list[Longs] = [np.zeros(0, np.int64)] * num_slots
         self.short_length = short_length
         self.states = states
-        self._host_states = None if states is None else states.make_host_states()
+        self.host_states = None if states is None else states.make_host_states()
         self._rope_offsets: Longs | None = np.zeros(num_slots, np.int64) if short_length else None  # for positions
         self._scored = ScoredPrompts(num_slots)
         self._adapters = adapters
@@ -205,11 +205,11 @@ class ModelRunner:
     def _copy_states(self, direction: Direction, sources: Longs, destinations: Longs) -> None:
         assert self.states is not None, "states are copied, and the decoder has no recurrent layers"
         if direction is Direction.OUT:
-            self.states.copy_out(sources, self._host_states, destinations)
+            self.states.copy_out(sources, self.host_states, destinations)
         elif direction in (Direction.FORK, Direction.SAVE):
             self.states.copy(sources, destinations)
         else:
-            self.states.copy_in(self._host_states, sources, destinations)
+            self.states.copy_in(self.host_states, sources, destinations)
 
     def wants_more(self, grant: StepGrant) -> bool:
         """Whether a step has pooled rows or scored prompts.

@@ -45,6 +45,15 @@ EXPERTS = {
     "ernie4-5-moe": "a bias for the choice",
 }
 
+RECURRENT = {  # CI has the first
+    "nemotron-h": "Mamba-2, and layers of one part each",
+    "qwen3.5": "gated delta rule, and a gate of attention's output",
+    "granite-hybrid-dense": "Mamba-2 beside attention without rotation",
+    "lfm2": "short convolutions",
+    "bamba": "Mamba-2 beside rotary attention",
+    "qwen3-next": "the delta rule beside experts",
+}
+
 FORMS: FormsByRows = (
     (1, ProductForm(form="vector", block_n=16, block_k=256, num_warps=1, fuses_norm=True)),
     (9, ProductForm(form="split", block_m=16, block_n=64, block_k=32, num_splits=2, num_stages=2)),
@@ -77,6 +86,16 @@ def test_a_family_with_experts_has_the_logits_of_transformers(name: str, tmp_pat
     row = next(row for row in chosen([name]) if row.name == name)
     entry = Entry(row, tmp_path / name, NUM_NEW, LENGTHS)
     sequences = greedy(load_decoder(entry.folder, kernels=kernel_set.load("triton")), prompts(LENGTHS), NUM_NEW, 4)
+    for sequence, answer in zip(sequences, entry.answers, strict=True):
+        assert sequence.generated == answer.token_ids
+        torch.testing.assert_close(torch.stack(sequence.logits), answer.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*RECURRENT][: None if FULL else 1])
+def test_a_recurrent_family_in_chunks_has_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    row = next(row for row in chosen([name]) if row.name == name)
+    entry = Entry(row, tmp_path / name, NUM_NEW, LENGTHS)
+    sequences = greedy(load_decoder(entry.folder, kernels=kernel_set.load("triton")), prompts(LENGTHS), NUM_NEW, 4, 5)
     for sequence, answer in zip(sequences, entry.answers, strict=True):
         assert sequence.generated == answer.token_ids
         torch.testing.assert_close(torch.stack(sequence.logits), answer.logits, rtol=1e-4, atol=1e-4)

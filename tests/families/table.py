@@ -38,6 +38,9 @@ Each row stands for tiny random checkpoints of the type, whose greedy tokens equ
 prompts whole and in parts, with and without the prefix cache, preempted, swapped, alone and beside fifteen others.
 `python -m tests.families` repeats that.
 
+Triton's column is what its kernels compute in their interpreter, where they equal transformers too, and as
+cross-compiled code for sm_80 and sm_90. Recurrent layers have not yet run on a device.
+
 ## Decoders of millrace
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
@@ -15,13 +16,18 @@ import torch
 from millrace.kernels.native import build, machine
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.families.registry import read_spec
+from millrace.runtime.env.env import LiveEnv
 from millrace.stages import LLM, EngineConfig, SamplingParams
+from millrace.stages.backends.cuda.async_model import AsyncModel
+from millrace.stages.backends.cuda.step_submission import StepSubmitter
 from millrace.stages.backends.native.runner import NativeRunner
 from millrace.stages.backends.recurrent_settings import num_snapshots, within_state_memory
 from millrace.stages.errors import ConfigError
 from millrace.stages.schedule.speculation import num_speculative_tokens
+from tests.counts import FULL
 from tests.families.ways import BLOCK_SIZE
 from tests.families.zoo import Entry, Zoo, chosen
+from tests.stages.late_engines import late
 
 NUM_NEW, LENGTHS = 9, (5, 41)
 SETTINGS: dict[str, Any] = {
@@ -41,17 +47,32 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> Entry:
     return Zoo(tmp_path_factory.mktemp("zoo"), NUM_NEW, LENGTHS).entry(chosen(["qwen3.5"])[0])
 
 
-# natively with a step thread, which takes steps ahead
+# natively with a step thread, which takes steps ahead; `late` is an asynchronous device, whose copies are torn
 BACKENDS: dict[str, dict[str, Any]] = {"torch": {}, "native": {"threads": 2}}
+BACKENDS |= {"late": {"attention_backend": "torch"}} if FULL else {}
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def llm(entry: Entry, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    settings = {**SETTINGS, **BACKENDS[request.param], "attention_backend": request.param}
+    settings = {**SETTINGS, "attention_backend": request.param, **BACKENDS[request.param]}
     if request.param == "native" and not has_native():
         pytest.skip("no AVX2, or no C++ compiler")
-    with LLM(str(entry.folder), **settings) as llm:
+    with device_of(request.param), LLM(str(entry.folder), **settings) as llm:
+        assert is_late(llm) == (request.param == "late")
         yield llm
+
+
+@contextmanager
+def device_of(backend: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if backend == "late":
+            patch.setattr(LiveEnv, "streams", late(), raising=False)
+        yield
+
+
+def is_late(llm: LLM) -> bool:
+    stages: Any = llm.engine.pipeline.stages
+    return isinstance(stages["execute"].runner, AsyncModel)
 
 
 def has_native() -> bool:
@@ -88,15 +109,21 @@ def wanted(entry: Entry) -> list[list[int]]:
     return [one.token_ids for one in entry.answers]
 
 
-def patch_steps(monkeypatch: pytest.MonkeyPatch, after: Callable[[int], None]) -> None:
-    """Calls `after(number)` on the device thread when all layers of a step have changed their states."""
+def patch_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: Callable[[int], None]) -> None:
+    """Calls `after(number)` on the device thread when all layers of a step have changed their states.
+
+    On a late device, when the launches that do are submitted.
+    """
     num_steps = iter(range(10**6))
 
-    def patched(compute: Callable[..., Any], *args: Any) -> Any:
-        found = compute(*args)
+    def patched(compute: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        found = compute(*args, **options)
         after(next(num_steps))
         return found
 
+    if is_late(llm):
+        monkeypatch.setattr(StepSubmitter, "forward", partialmethod(partial(patched, StepSubmitter.forward)))
+        return
     monkeypatch.setattr(Decoder, "hidden", partialmethod(partial(patched, Decoder.hidden)))
     monkeypatch.setattr(NativeRunner, "compute", partialmethod(partial(patched, NativeRunner.compute)))
 
@@ -114,7 +141,7 @@ def test_steps_that_fail_behind_their_layers_change_no_answer(
             raise RuntimeError("planted")
 
     forget_prefixes(llm)
-    patch_steps(monkeypatch, fail)
+    patch_steps(llm, monkeypatch, fail)
     assert answers(llm, entry) == wanted(entry)
     assert failed == list(failing)
     monkeypatch.undo()
@@ -127,7 +154,9 @@ def test_a_prompt_aborted_midway_and_sent_again_has_the_same_answer(
     llm: LLM, entry: Entry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_prefixes(llm)
-    patch_steps(monkeypatch, lambda number: number == 1 and llm._loop.call_soon_threadsafe(llm.engine.abort, "mine"))
+    patch_steps(
+        llm, monkeypatch, lambda number: number == 1 and llm._loop.call_soon_threadsafe(llm.engine.abort, "mine")
+    )
 
     async def abort() -> list[Any]:
         stream = llm.engine.generate(entry.answers[1].prompt, SamplingParams(max_tokens=NUM_NEW), request_id="mine")
@@ -167,13 +196,22 @@ def test_the_next_turn_of_a_chat_goes_on_from_the_state_behind_the_last_answer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lfm2", "granite-hybrid-dense", "nemotron-h"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("lfm2", "torch"),
+        ("granite-hybrid-dense", "torch"),
+        ("nemotron-h", "torch"),
+        *[("granite-hybrid-dense", "late")] * FULL,
+    ],
+)
 def test_choices_share_the_state_of_their_prompt_also_when_swapped_and_cached(
-    tmp_path: Path, entry: Entry, name: str
+    tmp_path: Path, entry: Entry, name: str, backend: str
 ) -> None:
     other = Zoo(tmp_path, NUM_NEW, LENGTHS).entry(chosen([name])[0])
     few = {"num_gpu_blocks": 26, "num_cpu_blocks": 256, "max_num_batched_tokens": 48, "state_cache_bytes": 2**18}
-    with LLM(str(other.folder), **{**SETTINGS, **few}) as llm:
+    few |= {"attention_backend": "torch"} if backend == "late" else {}
+    with device_of(backend), LLM(str(other.folder), **{**SETTINGS, **few}) as llm:
         params = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, n=3)
         for num_round in range(2):
             outputs = llm.generate([one.prompt for one in other.answers], params, use_tqdm=False)

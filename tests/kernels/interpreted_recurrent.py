@@ -7,6 +7,7 @@ tests/kernels/interpreted_recurrent.py`.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -94,10 +95,14 @@ def test_a_prompt_in_two_steps_has_the_bits_of_one() -> None:
         assert torch.equal(whole, other)
 
 
-def test_slots_without_new_tokens_are_left_alone() -> None:
-    rows = SequenceRows(torch.tensor([3, 0]), torch.tensor([0, 2, 2]).int(), torch.tensor([2, 0]).int())
+@pytest.mark.parametrize("kernels", [launches, reference], ids=["triton", "twins"])
+def test_slots_without_new_tokens_are_left_alone_and_padding_gives_numbers(kernels: Any) -> None:
+    """A padded step: of two sequences, and of two tokens behind those of the first."""
+    rows = SequenceRows(torch.tensor([3, 0, 0]), torch.tensor([0, 2, 2, 2]).int(), torch.tensor([2, 0, 0]).int())
     tails, states = torch.full((NUM_SLOTS, 3, 8), torch.nan), torch.full((NUM_SLOTS, HEADS, 4, 4), torch.nan)
-    launches.causal_conv(drawn(2, 8), tails, drawn(8, 4), None, rows)
-    launches.recur(states, drawn(2, 2, 4), drawn(2, 2, 4), drawn(2, 4, 4), -drawn(2, 4).exp(), None, rows)
+    conv = kernels.causal_conv(drawn(4, 8), tails, drawn(8, 4), None, rows)
+    heads = drawn(4, 2, 4), drawn(4, 2, 4), drawn(4, 4, 4), -drawn(4, 4).exp(), None
+    out = kernels.recur(states, *heads, rows)
+    assert conv.isfinite().all() and out.isfinite().all() and out[:2].all()
     for memory in (tails, states):
         assert not memory[3].isnan().any() and memory[[0, 1, 2, 4]].isnan().all()

@@ -31,6 +31,7 @@ class Side:
         device: torch.device = CPU,
         *,
         has_rope_offsets: bool = False,
+        has_states: bool = False,
     ) -> None:
         self.kernels, self.block_size, self.device = kernels, walk.block_size, device
 
@@ -38,7 +39,8 @@ class Side:
             return torch.full(shape, POISON, dtype=getattr(torch, dtype), device=device)
 
         sizes = (walk.num_slots, walk.max_model_len, walk.block_size)
-        self.slots = step_state.make_slots(full, *sizes, has_rope_offsets=has_rope_offsets, num_kinds=walk.num_kinds)
+        more = {"has_rope_offsets": has_rope_offsets, "has_states": has_states, "num_kinds": walk.num_kinds}
+        self.slots = step_state.make_slots(full, *sizes, **more)  # type: ignore[arg-type]
         self.buffers = step_state.make_buffers(full, num_rows, num_tokens, self.slots.tables.shape[1], walk.num_kinds)
         self.told = full((2, num_rows), "int32")
 
@@ -77,15 +79,16 @@ def differences(
     device: torch.device = CPU,
     short_length: int = 0,
     num_kinds: int = 1,
+    has_states: bool = False,
 ) -> list[str]:
     """What `kernels` write otherwise than the twins over a random walk, up to the first step with any. `room` is for
     known tokens: with little, a diff goes in parts. `short_length` as of `EndRules`."""
     dice = Random(seed)
     walk = Walk(dice, num_slots, max_model_len, block_size, num_kinds=num_kinds)
     num_rows, num_tokens = num_slots + 3, num_slots * max_model_len
-    has_offsets = short_length > 0
-    twin = Side(step_state, walk, num_rows, num_tokens, has_rope_offsets=has_offsets)
-    ours = Side(kernels, walk, num_rows, num_tokens, device, has_rope_offsets=has_offsets)
+    more = {"has_rope_offsets": short_length > 0, "has_states": has_states}
+    twin = Side(step_state, walk, num_rows, num_tokens, **more)
+    ours = Side(kernels, walk, num_rows, num_tokens, device, **more)
     for grant in walk.steps(num_steps):
         parts = parts_of(grant, EndRules((EOS,), max_model_len, short_length), diff_size(num_slots, 3, room), num_slots)
         rows = dice.randint(len(grant.slots), num_rows)

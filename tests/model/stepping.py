@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from millrace.kernels import kernel_set
+from millrace.kernels.layout.state_layout import StateLayout
 from millrace.kernels.tilings.tables import Tilings
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
+from millrace.model.decoder.recurrent import RecurrentStates
 from millrace.model.decoder.step_inputs import StepInputs
 from millrace.model.decoder.weights import load_weights
 from millrace.model.families.registry import read_spec
@@ -35,6 +37,7 @@ class Sequence:
     blocks: Tensor  # [M] i32
     num_cached: int = 0
     logits: list[Tensor] = field(default_factory=list)  # of each generated token
+    slot: int = 0
 
     @property
     def generated(self) -> list[int]:
@@ -46,10 +49,17 @@ def greedy(
 ) -> list[Sequence]:
     """Generate `num_new` tokens after each prompt, all side by side, each with at most `chunk` prompt tokens a step."""
     blocks_each = [-(-(len(prompt) + num_new) // block_size) for prompt in prompts]
-    cache = KVCache(decoder.spec, sum(blocks_each) + 1, block_size, decoder.dtype, decoder.device)
+    each, states = decoder.spec.state_bytes(decoder.dtype.itemsize), None
+    if each:
+        states = RecurrentStates(decoder.spec, StateLayout(each, len(prompts)), decoder.dtype, decoder.device)
+    sizes = sum(blocks_each) + 1, block_size, decoder.dtype, decoder.device
+    cache = KVCache(decoder.spec, *sizes, decoder.kernels, states=states)
     order = torch.randperm(cache.num_blocks, generator=torch.Generator().manual_seed(7), dtype=torch.int32)
     tables = order.split([*blocks_each, cache.num_blocks - sum(blocks_each)])
-    sequences = [Sequence(list(prompt), len(prompt), table) for prompt, table in zip(prompts, tables, strict=False)]
+    sequences = [
+        Sequence(list(prompt), len(prompt), table, slot=slot)
+        for slot, (prompt, table) in enumerate(zip(prompts, tables, strict=False))
+    ]
     while running := [sequence for sequence in sequences if len(sequence.generated) < num_new]:
         counts = [min(chunk or 1 << 30, len(sequence.tokens) - sequence.num_cached) for sequence in running]
         # Decoding rows come first, as in a real step.
@@ -83,4 +93,5 @@ def step_inputs(rows: list[tuple[Sequence, int]], block_size: int) -> StepInputs
         lengths=torch.tensor([sequence.num_cached + count for sequence, count in rows], dtype=torch.int32),
         logits_rows=torch.tensor(starts[1:]) - 1,
         num_decode=sum(1 for _, count in rows if count == 1),
+        slots=torch.tensor([sequence.slot for sequence, _ in rows]),
     )

@@ -52,6 +52,20 @@ def test_every_backend_has_all_of_llama(backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", ["native", "torch", "triton"])
 @pytest.mark.parametrize(
+    "spec",
+    [
+        *(changed(mixer=RecurrentSpec(kind=kind)) for kind in ("gdn", "mamba2", "short_conv")),
+        changed(mixer=None),
+        changed(feed=None),
+        attending(has_output_gate=True),
+    ],
+)
+def test_every_backend_has_the_layers_of_hybrids(spec: DecoderSpec, backend: Any) -> None:
+    assert missing(spec, backend) == []
+
+
+@pytest.mark.parametrize("backend", ["native", "torch", "triton"])
+@pytest.mark.parametrize(
     ("spec", "gap"),
     [
         (changed(mixer=RecurrentSpec(kind="kda")), "recurrent layers: kda"),
@@ -87,12 +101,6 @@ def test_what_the_native_step_lacks_of_attention_is_named(spec: DecoderSpec, gap
     ("spec", "gap"),
     [
         (replace(LLAMA, layers=(replace(LAYER, mixer=LATENT),)), "latent attention"),
-        (changed(mixer=RecurrentSpec(kind="gdn")), "recurrent layers: gdn"),
-        (changed(mixer=RecurrentSpec(kind="mamba2")), "recurrent layers: mamba2"),
-        (changed(mixer=RecurrentSpec(kind="short_conv")), "recurrent layers: short_conv"),
-        (changed(mixer=None), "layers without attention"),
-        (changed(feed=None), "layers without a feed-forward network"),
-        (attending(has_output_gate=True), "a gate of attention's output"),
         (attending(kv_of=0), "keys and values shared between layers"),
         (attending(is_k_v=True), "keys that are values"),
         (attending(v_norm=NormSpec(weight="none")), "a norm of values"),

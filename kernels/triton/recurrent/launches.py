@@ -64,7 +64,7 @@ def recur(
     block_v = max(LEAST_VALUES, min(STATE_NUMBERS // block_k, next_power_of_2(value_dim)))
     token_kernel[(num_rows, num_heads, triton.cdiv(value_dim, block_v))](
         out, states, q, k, v, log_decay, beta, step.slots, step.query_starts, step.lengths,
-        groups, num_heads, states.stride(0), states.stride(1), states.stride(2),
+        num_tokens, groups, num_heads, states.stride(0), states.stride(1), states.stride(2),
         KEYS=key_dim, VALUES=value_dim, BLOCK_K=block_k, BLOCK_V=block_v, enable_fp_fusion=True,
         **early_launch(v.device),
     )  # fmt: skip

@@ -15,9 +15,9 @@ import triton.language as tl
 from ..launch import start_early
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def token_kernel(
-    out, states, q, k, v, log_decay, beta, slots, starts, lengths,
+    out, states, q, k, v, log_decay, beta, slots, starts, lengths, num_tokens,
     groups, heads, slot_stride, head_stride, key_stride,
     KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -46,3 +46,6 @@ def token_kernel(
         tl.store(out + at_head * VALUES + value, tl.sum(state * queries[:, None], axis=0), mask=is_value)
     num_stored = tl.where(end > begin, KEYS, 0)
     tl.store(place, state, mask=(key < num_stored)[:, None] & is_value[None, :])
+    first = tl.load(starts + tl.num_programs(0))  # of the padding behind the last sequence
+    for token in range(first + sequence, num_tokens, tl.num_programs(0)):
+        tl.store(out + (token * heads + head) * VALUES + value, tl.zeros([BLOCK_V], tl.float32), mask=is_value)

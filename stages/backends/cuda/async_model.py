@@ -83,6 +83,7 @@ class AsyncModel:
         step = self.line.attend(grant)
         self._work.copy_newest_tokens(self.runner.last_tokens)
         step.logits = self.runner.compute(grant)
+        self.line.save_states(grant)
         return step
 
     def sample(self, grant: StepGrant, step: SubmittedStep) -> Any:

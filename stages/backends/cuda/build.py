@@ -73,6 +73,7 @@ def assemble(
         host_blocks=runner.host_blocks,
         has_rope_offsets=runner.short_length > 0,
         adapters=slots,
+        host_states=runner.host_states,
     )
     runner.read_tables(work.slots.tables.view(runner.tables.shape))
     line = StepSubmitter(streams, memory, work, graphs, ends, sampler)

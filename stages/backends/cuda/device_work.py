@@ -17,9 +17,10 @@ from torch import Tensor
 from ....kernels.layout import step_state
 from ....kernels.layout.step_state import SlotState, StepBuffers
 from ....model.decoder.kv_cache import KVCache
+from ....model.decoder.recurrent import RecurrentStates
 from ....model.decoder.step_inputs import KindTables, StepInputs
 from ....model.decoder.upload import upload
-from ...messages import Indices, Ints
+from ...messages import STATES, Indices, Ints
 from ...outputs import GraphBatch
 from ...sample.draft_acceptance import last_of_each
 from .guide_uploads import NUM_GUIDES
@@ -70,10 +71,14 @@ class TorchDeviceWork:
         host_blocks: Sequence[Tensor | None] = (),
         has_rope_offsets: bool = False,
         adapters: ListsAdapters | None = None,
+        host_states: Tensor | None = None,
     ) -> None:
-        """A step has at most `num_rows` rows, and rows of logits: as many as slots by default."""
+        """A step has at most `num_rows` rows, and rows of logits: as many as slots by default.
+
+        `host_states`: of swapped sequences; see `RecurrentStates`.
+        """
         self._decoder, self._cache, self._memory, self._choose = decoder, cache, memory, choose
-        self._host_blocks, self._adapters = host_blocks, adapters
+        self._host_blocks, self._adapters, self._host_states = host_blocks, adapters, host_states
         device = memory.diff.device
         self._kernels = step_kernels(device)
         make = _maker(device)
@@ -84,6 +89,7 @@ class TorchDeviceWork:
             cache.block_size,
             has_rope_offsets=has_rope_offsets,
             has_adapters=adapters is not None,
+            has_states=cache.states is not None,
             num_kinds=len(cache.data_of),
         )
         width = self.slots.tables.shape[1]
@@ -113,6 +119,7 @@ class TorchDeviceWork:
             logits_rows=buffers.logits_rows,
             num_decode=batch.num_rows if batch.is_decode else 0,  # a graph serves any mix of lengths
             more_kinds=tuple(map(KindTables, buffers.more_mappings, buffers.more_tables)),
+            slots=buffers.slots if self.slots.has_states else None,
         )
         if self._adapters is not None:
             self._adapters.begin_device_step(buffers.adapters if batch.has_adapters else None)
@@ -167,13 +174,26 @@ class TorchDeviceWork:
         return upload(numbers.astype(np.int64), self.slots.state.device)
 
     def fork(self, sources: Ints, destinations: Ints, kind: int) -> None:
-        self._cache.copy_blocks(sources.astype(np.int64), destinations.astype(np.int64), kind)
+        ids = sources.astype(np.int64), destinations.astype(np.int64)
+        if kind == STATES:
+            return self._states.copy(*ids)
+        self._cache.copy_blocks(*ids, kind)
+
+    @property
+    def _states(self) -> RecurrentStates:
+        assert self._cache.states is not None, "states are copied, and the decoder has no recurrent layers"
+        return self._cache.states
 
     def block(self, block: int, kind: int) -> Tensor:
+        if kind == STATES:
+            return self._states.memory[block]
         assert self._cache.is_block_major, "a block of this cache is not in one piece"
         return self._cache.data_of[kind][block]
 
     def host_block(self, block: int, kind: int) -> Tensor:
+        if kind == STATES:
+            assert self._host_states is not None, "states are copied to or from the host, which has no room for them"
+            return self._host_states[block]
         host = self._host_blocks[kind] if self._host_blocks else None
         assert host is not None, "blocks are copied to or from the host, and the device has no host blocks"
         return host[block]

@@ -36,13 +36,13 @@ class DeviceWork(Protocol):
         """Chooses tokens by this kind of sampling; writes them to the tables and the result."""
 
     def fork(self, sources: Ints, destinations: Ints, kind: int) -> None:
-        """Copies whole blocks of a kind on the device."""
+        """Copies whole blocks of a kind on the device, or states of recurrent layers: see `BlockCopy`."""
 
     def block(self, block: int, kind: int) -> Any:
-        """The memory of one device block, for copies on a stream."""
+        """The memory of one device block, or of one state, for copies on a stream."""
 
     def host_block(self, block: int, kind: int) -> Any:
-        """The memory of one host block, for copies on a stream."""
+        """The memory of one host block, or of one state, for copies on a stream."""
 
 
 class TracksOutcomes(Protocol):

@@ -10,6 +10,10 @@ concurrently with the steps around it:
 - A copy into a block waits for nothing: no step in flight uses the block, because a block is freed only after all steps
   that use it have ended. The step that reads it runs after the copy.
 
+States of recurrent layers are copied by the same rules. A step is the last that writes its slots before their states
+are saved, so such copies run on the compute stream behind its forward pass. A copy of a state into a slot waits for all
+earlier steps, as the state that was there may be saved by one of them.
+
 A step has ended when its results and its copies are on the host.
 
 LoRA adapters are copied into their slots on a stream of their own. A step that loads some has ended when they are
@@ -37,7 +41,7 @@ from ....runtime.device_streams.interface import DeviceEvent, DeviceStream, Devi
 from ....runtime.workers.in_order import InOrder, OrderTicket
 from ...device.device import StepSkipped
 from ...device.device_guard import is_out_of_memory
-from ...messages import BlockCopy, Direction, Ints, StepGrant, StepTokens
+from ...messages import STATES, BlockCopy, Direction, Ints, StepGrant, StepTokens
 from ...outputs import CaptureReport, GraphBatch
 from .cuda_graphs import CapturedGraphs, CudaGraphs, with_adapters
 from .guide_uploads import GuideUploads, WriteGuide
@@ -193,7 +197,13 @@ class StepSubmitter:
             self._compute.replay(graph)
         else:
             self._launch_forward(with_adapters(step.batch) if has_adapters else step.batch)
+        self.save_states(grant)
         return step
+
+    def save_states(self, grant: StepGrant) -> None:
+        """Submits the copy of states behind a step, if it has one. Of an attended step, once it is computed."""
+        if grant.copies and grant.copies[-1].direction is Direction.SAVE:  # the last one, if any
+            self._copy_blocks(grant.copies[-1], self._compute)
 
     @property
     def num_pending(self) -> int:
@@ -329,10 +339,12 @@ class StepSubmitter:
         """Submits the block copies before the step, in their order."""
         last: DeviceStream = self._compute
         for copy in grant.copies:
+            if copy.direction is Direction.SAVE:
+                continue
             stream = self._compute if copy.direction is Direction.FORK else self._swaps
             if stream is self._swaps:
                 step.has_swaps = True
-                if copy.direction is Direction.OUT:
+                if copy.direction is Direction.OUT or copy.kind == STATES:
                     self._swaps.wait(step.began)
             if last is not stream and copy is not grant.copies[0]:
                 last.record(step.swapped)
@@ -345,7 +357,7 @@ class StepSubmitter:
                 self._compute.wait(step.swapped)
 
     def _copy_blocks(self, copy: BlockCopy, stream: DeviceStream) -> None:
-        if copy.direction is Direction.FORK:
+        if copy.direction in (Direction.FORK, Direction.SAVE):
             return stream.launch(partial(self._work.fork, copy.sources, copy.destinations, copy.kind))
         on_device, on_host = self._work.block, self._work.host_block
         to, source = (on_host, on_device) if copy.direction is Direction.OUT else (on_device, on_host)

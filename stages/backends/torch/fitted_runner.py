@@ -81,7 +81,8 @@ def fit_runner(
         host_blocks = 0
         log.info("swap.off", reason=f"{shape.family}: the windows of all layers free memory")
     item_size, pool_blocks = decoder.dtype.itemsize, host_blocks  # as many as the memory of the host pool holds
-    states, host_blocks = state_layout(config, shape, item_size, bytes_per_block, pool_blocks, max_model_len)
+    left = _device_bytes(config, decoder.device)
+    states, host_blocks = state_layout(config, shape, item_size, bytes_per_block, pool_blocks, max_model_len, left)
     pool_blocks = pool_blocks if host_blocks else 0
     memory = _sizing(config, shape, decoder, max_model_len, pool_blocks, states, is_async=is_async).plan(max_model_len)
     if memory.max_model_len < max_model_len:
@@ -115,7 +116,7 @@ def make_runner(
     sizes = (shape, blocks, config.block_size)
     make_cache = decoder.leader.make_cache if isinstance(decoder, (LeadingDecoder, LastLayers)) else KVCache
     options: dict[str, Any] = {"is_block_major": is_block_major, "layout": layout}
-    found = None if states is None else RecurrentStates(shape, states, decoder.dtype, decoder.device)
+    found = None if states is None else RecurrentStates(shape, states, decoder.dtype, decoder.device, decoder.kernels)
     if found is not None:
         options["states"] = found
     cache = make_cache(*sizes, dtype, decoder.device, decoder.kernels, scales, **options)
@@ -133,6 +134,14 @@ def make_runner(
 def free_bytes(config: EngineConfig, device: torch.device) -> int:
     """Free memory of the device; of a CPU, that all engines of a fleet share, the part of one."""
     return free_host_share(config) if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+def _device_bytes(config: EngineConfig, device: torch.device) -> int | None:
+    """What states and the cache may take of a GPU beside what is in use, steps included; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return free - int(total * (1 - config.gpu_memory_utilization))
 
 
 def backend_name(config: EngineConfig, device: torch.device, shape: DecoderSpec) -> kernel_set.BackendName:
@@ -180,7 +189,9 @@ def _sizing(
             runs_kinds=decoder.runs_kinds,
             states=states,
         )
-    return _sizing_on_gpu(config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks, is_async)
+    return _sizing_on_gpu(
+        config, shape, decoder, max_model_len, weights, bytes_per_block, host_blocks, states, is_async
+    )
 
 
 def _sizing_on_gpu(
@@ -191,6 +202,7 @@ def _sizing_on_gpu(
     weights: int,
     bytes_per_block: int,
     host_blocks: int,
+    states: StateLayout | None,
     is_async: bool,
 ) -> CacheSizing:
     try:
@@ -224,6 +236,8 @@ def _sizing_on_gpu(
             other=max(0, total - free - loaded),
             sampler=sampler_bytes(config, shape, length) + SORTED_BYTES,
             adapters=_adapter_bytes(config, shape, decoder),
+            recurrent=0 if states is None else states.num_slots * states.state_bytes,
+            snapshots=0 if states is None else states.num_snapshots * states.state_bytes,
         )
 
     machine = MachineMemory(
@@ -266,7 +280,9 @@ def largest_step(
         layout = layouts(config, shape, by_block, runs_kinds=True)(2 * num_blocks * by_block, max_model_len)
         assert layout is not None, "missing() refuses others"
         num_blocks = layout.num_blocks[0]
-    runner = make_runner(config, shape, decoder, num_blocks, max_model_len, layout=layout)
+    each = shape.state_bytes(decoder.dtype.itemsize)
+    states = StateLayout(each, config.max_num_seqs) if each else None
+    runner = make_runner(config, shape, decoder, num_blocks, max_model_len, layout=layout, states=states)
     return runner, with_tables(runner, grant)
 
 

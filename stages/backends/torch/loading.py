@@ -82,7 +82,7 @@ def load_on_torch(
     device = choose_device(config, threads)
     kernels = _load_kernels(config, device, shape)
     _check_backend(config, device, kernels.name)
-    check_gaps(shape, kernels.name, device)
+    check_gaps(shape, kernels.name)
     if config.num_ranks > 1:
         return _load_over_ranks(config, root, shape, max_model_len, phases, threads, device, kernels)
     if shape.recurrent_layers:
@@ -102,10 +102,8 @@ def load_on_torch(
     return backend
 
 
-def check_gaps(shape: DecoderSpec, backend: kernel_set.BackendName, device: torch.device) -> None:
+def check_gaps(shape: DecoderSpec, backend: kernel_set.BackendName) -> None:
     """Raises `ConfigError` for a model that these kernels lack something of, with the setting that serves it."""
-    if device.type == "cuda" and shape.recurrent_layers:
-        raise ConfigError(f"device = {device}: recurrent layers of {shape.family} run on a CPU only; use device = cpu")
     if gaps := missing(shape, backend):
         others = "" if backend == "torch" or missing(shape, "torch") else "; use attention_backend = torch"
         raise ConfigError(f"{shape.family}: attention_backend = {backend} lacks {', '.join(gaps)}{others}")
@@ -115,7 +113,7 @@ def _for_states(config: EngineConfig, shape: DecoderSpec, device: torch.device) 
     """The settings of a model with recurrent layers, with as many sequences as their states leave room for."""
     item_size = torch_dtype(config, shape.dtype).itemsize
     left = free_bytes(config, device) - bytes_kept(shape, lambda _: item_size)
-    return within_state_memory(config, shape, item_size, max(0, left))
+    return within_state_memory(config, shape, item_size, max(0, left), device.type)
 
 
 def _load_over_ranks(

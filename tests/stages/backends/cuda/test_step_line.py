@@ -16,7 +16,7 @@ from millrace.stages.backends.cuda.step_device import ATTENDED, StepMemory
 from millrace.stages.backends.cuda.step_submission import StepSubmitter
 from millrace.stages.backends.cuda.step_update import EndRules, diff_size
 from millrace.stages.device.device import StepSkipped
-from millrace.stages.messages import BlockCopy, Direction, FinishReason, StepGrant, StepTokens
+from millrace.stages.messages import STATES, BlockCopy, Direction, FinishReason, StepGrant, StepTokens
 from millrace.stages.testing.scripted.outcomes import Outcomes
 from tests.stages.grants import grant, ints, started
 
@@ -157,6 +157,27 @@ def test_a_fork_of_a_block_that_comes_in_is_copied_behind_it() -> None:
     fork = BlockCopy(Direction.FORK, ints(9), ints(10))
     compute = of(submitted(FIRST, replace(SECOND, copies=(IN, fork))), "compute")
     assert compute[1:3] == [("wait", "swapped"), ("launch",)]
+
+
+def test_a_state_is_saved_behind_the_forward_pass_of_its_step_on_the_compute_stream() -> None:
+    save = BlockCopy(Direction.SAVE, ints(0), ints(7), STATES)
+    usual, log = submitted(FIRST, SECOND), submitted(FIRST, replace(SECOND, copies=(save,)))
+    *compute, wait, sampling, done = of(usual, "compute")
+    assert wait[0] == "wait" and sampling == ("launch",) and done == ("record", "done")
+    assert of(log, "swaps") == [] and of(log, "compute") == [*compute, ("launch",), wait, sampling, done]
+
+
+def test_a_state_that_comes_in_waits_for_earlier_steps_as_they_may_save_the_one_there() -> None:
+    state = replace(IN, destinations=ints(2), kind=STATES)
+    log = submitted(FIRST, replace(SECOND, copies=(IN, state)))
+    assert of(log, "swaps") == [
+        ("copy", "host_block 1 -> block 9"),
+        ("wait", "began"),
+        ("copy", "host_block 1 -> block 2"),
+        ("record", "swapped"),
+    ]
+    compute = of(log, "compute")
+    assert compute.index(("wait", "swapped")) < compute.index(("launch",))
 
 
 def test_a_step_of_copies_alone_launches_nothing_but_its_news() -> None:

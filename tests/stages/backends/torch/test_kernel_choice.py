@@ -46,23 +46,27 @@ def test_on_a_gpu_torch_computes_what_tritons_kernels_lack() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mixer", "device", "sentence"),
+    ("mixer", "sentence"),
     [
         (
             {"kv_of": 0},
-            "cpu",
             "llama: attention_backend = triton lacks keys and values shared between layers; use attention_backend = t",
         ),
-        ({"head_dim": 32, "window": 8}, "cuda", "lacks layers whose heads have different sizes; use attention_backend"),
-        ({"value_dim": 8}, "cpu", r"lacks values of 8 numbers beside keys of 16$"),  # torch lacks them too
-        (None, "cuda:1", "device = cuda:1: recurrent layers of llama run on a CPU only; use device = cpu"),
+        ({"head_dim": 32, "window": 8}, "lacks layers whose heads have different sizes; use attention_backend"),
+        ({"value_dim": 8}, r"lacks values of 8 numbers beside keys of 16$"),  # torch lacks them too
+        (None, r"lacks recurrent layers: kda$"),
     ],
 )
 def test_what_triton_lacks_is_refused_with_the_setting_that_serves_it(
-    mixer: dict[str, Any] | None, device: str, sentence: str
+    mixer: dict[str, Any] | None, sentence: str
 ) -> None:
     layer = LLAMA.layers[0]
-    changed = RecurrentSpec(kind="gdn") if mixer is None else replace(LLAMA.attention, **mixer)
+    changed = RecurrentSpec(kind="kda") if mixer is None else replace(LLAMA.attention, **mixer)
     spec = replace(LLAMA, layers=(layer, replace(layer, mixer=changed)))
     with pytest.raises(ConfigError, match=sentence):
-        check_gaps(spec, "triton", torch.device(device))
+        check_gaps(spec, "triton")
+
+
+def test_on_a_gpu_triton_computes_recurrent_layers() -> None:
+    layers = LLAMA.layers[0], replace(LLAMA.layers[0], mixer=RecurrentSpec(kind="gdn"))
+    assert backend_name(EngineConfig(), GPU, replace(LLAMA, layers=layers)) == "triton"

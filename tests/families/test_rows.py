@@ -7,11 +7,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from tests.families.checkpoint import make_config, rewritten
+from tests.counts import FULL
+from tests.families.checkpoint import make_config, make_model, rewritten
 from tests.families.row import Row
 from tests.families.rows import ROWS
+from tests.families.zoo import quiet
 
 REWRITTEN = [row for row in ROWS if row.file]
 
@@ -23,6 +26,20 @@ def test_each_row_has_a_name_of_its_own() -> None:
 @pytest.mark.slow
 def test_each_row_has_keys_that_its_type_knows() -> None:
     assert [row.name for row in ROWS if make_config(row).model_type != row.model_type] == []
+
+
+RANDOM = ("qwen3.5", "nemotron-h", "gpt-oss")  # with vectors that transformers draws itself
+
+
+@pytest.mark.parametrize("name", [row.name for row in ROWS if row.by] if FULL else RANDOM)
+def test_a_row_has_the_same_weights_in_each_run(name: str) -> None:
+    row = next(row for row in ROWS if row.name == name)
+    with quiet():
+        torch.manual_seed(1)
+        first = make_model(row).state_dict()
+        torch.manual_seed(2)
+        again = make_model(row).state_dict()
+    assert [name for name, tensor in first.items() if not torch.equal(tensor, again[name])] == []
 
 
 @pytest.mark.parametrize("row", REWRITTEN, ids=lambda row: row.name)

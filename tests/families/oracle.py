@@ -12,6 +12,7 @@ from tests.families.checkpoint import VOCAB_SIZE
 
 LENGTHS = (5, 41, 70)  # of the prompts: within windows and chunks, beyond them, and with many of them
 NUM_NEW = 60  # tokens after each
+NUM_BEAMS, BEAM_LENGTH = 3, 5  # of a beam search, in tokens
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
@@ -55,3 +56,16 @@ def answer(model: PreTrainedModel, prompt: list[int], num_new: int = NUM_NEW) ->
         return_dict_in_generate=True,
     )
     return Answer(prompt, output.sequences[0, len(prompt) :].tolist(), torch.cat(output.logits).float())
+
+
+@torch.no_grad()
+def beams(model: PreTrainedModel, prompt: list[int]) -> list[list[int]]:
+    """The answers of a beam search in which none ends, the likeliest first. Each step computes all tokens anew."""
+    found: list[list[int]] = [[]]
+    sums = torch.zeros(1)
+    for _ in range(BEAM_LENGTH):
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens] for tokens in found]), use_cache=False).logits[:, -1]
+        each = sums[:, None] + logits.float().log_softmax(-1)
+        sums, places = each.flatten().topk(NUM_BEAMS)
+        found = [[*found[place // each.shape[1]], place % each.shape[1]] for place in places.tolist()]
+    return found

@@ -35,8 +35,8 @@ A checkpoint is a folder in Hugging Face format or a Hub id; the `model_type` in
 `--model-impl millrace` and `--model-impl transformers` choose one. Models that also read images answer text.
 
 Each row stands for tiny random checkpoints of the type, whose greedy tokens equal those of transformers in float32:
-prompts whole and in parts, with and without the prefix cache, preempted, swapped, alone and beside fifteen others.
-`python -m tests.families` repeats that.
+prompts whole and in parts, with and without the prefix cache, preempted, swapped, alone and beside fifteen others, with
+several choices, in beam search, and sent again after their client left midway. `python -m tests.families` repeats that.
 
 Triton's column is what its kernels compute in their interpreter, where they equal transformers too, and as
 cross-compiled code for sm_80 and sm_90. Recurrent layers have not yet run on a device.

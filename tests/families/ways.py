@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial, partialmethod
 from typing import Any, Literal
 
+import pytest
+
+from millrace.model.decoder.decoder import Decoder
 from millrace.model.errors import ModelError
+from millrace.model.fallback.transformers_decoder import TransformersDecoder
 from millrace.stages import LLM, EngineConfig, SamplingParams
+from millrace.stages.backends.native.runner import NativeRunner
 from millrace.stages.errors import ConfigError
-from tests.families.oracle import LENGTHS, NUM_NEW, Answer, prompts
+from tests.families.oracle import BEAM_LENGTH, LENGTHS, NUM_BEAMS, NUM_NEW, Answer, prompts
 from tests.families.zoo import Entry
 
 State = Literal["equal", "differs", "refused", "failed"]
@@ -34,6 +43,9 @@ class Way:
     settings: Mapping[str, Any] = field(default_factory=dict)
     num_rounds: int = 1  # how often they come
     num_others: int = 0  # requests beside them
+    num_choices: int = 1  # answers to each, which share its prompt
+    is_search: bool = False  # by beam search instead
+    is_aborted: bool = False  # one comes first whose client leaves in the middle of its prompt
     check: Callable[[LLM, Sequence[Any]], str] = lambda llm, outputs: ""  # what should have happened and did not
 
 
@@ -57,7 +69,8 @@ def _was_swapped(llm: LLM, outputs: Sequence[Any]) -> str:
 
 
 NO_CACHE: dict[str, Any] = {"enable_prefix_caching": False}
-FEW = {**NO_CACHE, "num_gpu_blocks": -(-LONGEST // BLOCK_SIZE) + 10}
+FORKS_FEW = {"num_gpu_blocks": -(-LONGEST // BLOCK_SIZE) + 10}
+FEW = {**NO_CACHE, **FORKS_FEW}
 WAYS: Mapping[str, Way] = {
     "plain": Way({**NO_CACHE, "speculation": "off", "max_num_seqs": 1}),
     "chunked": Way({**NO_CACHE, "max_num_batched_tokens": 16, "max_num_seqs": 8}),
@@ -65,6 +78,11 @@ WAYS: Mapping[str, Way] = {
     "preempted": Way({**FEW, "swap_space": 0.0}, num_others=4, check=_was_preempted),
     "swapped": Way({**FEW, "num_cpu_blocks": 256}, num_others=4, check=_was_swapped),
     "among16": Way({**NO_CACHE, "max_num_seqs": 16}, num_others=13),
+    "choices": Way({**NO_CACHE, "max_num_batched_tokens": 16, "max_num_seqs": 8}, num_choices=3),
+    "forked": Way({"max_num_batched_tokens": 48, "max_num_seqs": 8}, num_rounds=2, num_choices=3, check=_was_cached),
+    "forked_swapped": Way({**FORKS_FEW, "num_cpu_blocks": 256}, num_others=4, num_choices=3, check=_was_swapped),
+    "beams": Way({}, num_rounds=2, is_search=True),
+    "aborted": Way({"max_num_batched_tokens": 8, "max_num_seqs": 4}, num_rounds=2, is_aborted=True, check=_was_cached),
 }
 
 
@@ -97,7 +115,7 @@ def run_way(entry: Entry, name: str, backend: str) -> Outcome:
         return Outcome("failed", f"at the start: {error!r}")
     with llm:
         try:
-            return _compare(llm, way, entry.answers)
+            return _compare_searches(llm, way, entry) if way.is_search else _compare(llm, way, entry.answers)
         except Exception as error:
             return Outcome("failed", repr(error))
 
@@ -107,16 +125,67 @@ def _compare(llm: LLM, way: Way, answers: Sequence[Answer]) -> Outcome:
     lists = [answer.prompt for answer in answers]
     counts = [len(answer.token_ids) for answer in answers]
     params = [
-        SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=0)
-        for count in [*counts, *[max(counts)] * len(others)]
+        SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=0, n=number)
+        for count, number in [*((count, way.num_choices) for count in counts), *[(max(counts), 1)] * len(others)]
     ]
-    for _ in range(way.num_rounds):
+    if way.is_aborted and not abort_midway(llm, max(lists, key=len)):
+        return Outcome("failed", "the client left after the first token, not in the middle of its prompt")
+    for turn in range(way.num_rounds):
         outputs = llm.generate([*lists, *others], params, use_tqdm=False)
         for place, answer in enumerate(answers):
-            if difference := differing(answer, outputs[place].outputs[0]):
-                return Outcome("differs", f"prompt of {len(answer.prompt)}, {difference}")
+            for number, choice in enumerate(outputs[place].outputs):
+                if difference := differing(answer, choice):
+                    where = f"prompt of {len(answer.prompt)}, round {turn}, choice {number}"
+                    return Outcome("differs", f"{where}, {difference}")
     problem = way.check(llm, outputs)
     return Outcome("failed", problem) if problem else Outcome("equal")
+
+
+def _compare_searches(llm: LLM, way: Way, entry: Entry) -> Outcome:
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    for turn in range(way.num_rounds):
+        lists = [answer.prompt for answer in entry.answers]
+        outputs = llm.beam_search(lists, NUM_BEAMS, BEAM_LENGTH, use_tqdm=False, params=params)
+        for output, wanted in zip(outputs, entry.beams, strict=True):
+            found = [list(choice.token_ids) for choice in output.outputs]
+            if found != wanted:
+                return Outcome("differs", f"prompt of {output.num_prompt_tokens}, round {turn}: {found}, not {wanted}")
+    return Outcome("equal")
+
+
+def abort_midway(llm: LLM, prompt: list[int], num_new: int = 9) -> bool:
+    """Sends a prompt whose client leaves once its first step has run. Whether it has no token then."""
+
+    def leave(number: int) -> None:
+        if not number:
+            has_left = threading.Event()
+            llm._loop.call_soon_threadsafe(lambda: (llm.engine.abort("midway"), has_left.set()))
+            assert has_left.wait(60), "the engine's loop stands still"
+
+    async def ask() -> Any:
+        params = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
+        stream = llm.engine.generate(prompt, params, request_id="midway")
+        return [output async for output in stream][-1].outputs[0]
+
+    with after_each_step(leave):
+        choice = llm._run(ask())
+    return choice.finish_reason == "abort" and not choice.token_ids
+
+
+@contextmanager
+def after_each_step(call: Callable[[int], object]) -> Iterator[None]:
+    """Calls `call(number)` on the device thread when all layers of a step have changed what they keep."""
+    numbers = itertools.count()
+
+    def patched(compute: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        found = compute(*args, **options)
+        call(next(numbers))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, name in ((Decoder, "hidden"), (TransformersDecoder, "hidden"), (NativeRunner, "compute")):
+            patch.setattr(kind, name, partialmethod(partial(patched, getattr(kind, name))))
+        yield
 
 
 def differing(answer: Answer, choice: Any) -> str:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from tests.families.checkpoint import make_model, write
-from tests.families.oracle import LENGTHS, NUM_NEW, Answer, answer, prompts
+from tests.families.oracle import LENGTHS, NUM_NEW, Answer, answer, beams, prompts
 from tests.families.row import Row
 from tests.families.rows import ROWS
 
@@ -38,6 +38,12 @@ class Entry:
         """The answers to each prompt."""
         with quiet():
             return [answer(self._model, prompt, self._num_new) for prompt in prompts(self._lengths)]
+
+    @cached_property
+    def beams(self) -> Sequence[list[list[int]]]:
+        """The answers of a beam search behind each prompt."""
+        with quiet():
+            return [beams(self._model, prompt) for prompt in prompts(self._lengths)]
 
 
 class Zoo:

@@ -13,13 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kernels.layout.kv_layout import KVLayout, KVRoom
-from ..messages import NO_INDICES, NO_INTS, Indices, Ints, PlanReport, Rates, StepGrant, StepPlan, TableEntries
+from ..messages import (
+    NO_INDICES,
+    NO_INTS,
+    BlockCopy,
+    Indices,
+    Ints,
+    PlanReport,
+    Rates,
+    StepGrant,
+    StepPlan,
+    TableEntries,
+)
 from .block_tables import BlockTables, WindowTables
 from .host_tier import HostTier
 from .plan_in_hand import PlanInHand
 from .preemption import Preemptor
 from .prefix_cache import PrefixCache
-from .slot_blocks import Growth, KindBlocks, SlotBlocks
+from .slot_blocks import Growth, KindBlocks, SlotBlocks, without_index
 from .steady_decode import SteadyDecode, SteadyLanes
 
 STEPS_TO_RETIRE = 8  # between two looks at which of many rows that decode have blocks to give back
@@ -80,12 +91,13 @@ class Allocator:
         self.last_granted = -1  # number of the last granted step
         self.layout = layout  # None: one kind whose queries see all keys
         self._slot_blocks = SlotBlocks(num_blocks, block_size, num_slots, blocks_per_slot, cache, host, layout)
-        self.kinds = self._slot_blocks.kinds  # public, for inspection
+        self.kinds = self._slot_blocks.with_memory  # public, for inspection
         self._more = self._slot_blocks.more  # the kinds after kind 0
         self._has_windows = self._slot_blocks.has_windows
         kinds = range(0 if layout is None else len(layout.kinds))
         self._most_of_one = [layout.most_blocks(kind, max_model_len) for kind in kinds] if layout is not None else []
-        self.pool, self.tables = self._slot_blocks.pool, self._slot_blocks.tables  # public, for inspection
+        self.pool, self.tables = self.kinds[0].pool, self.kinds[0].tables  # public, for inspection
+        self._pool, self._tables = self._slot_blocks.pool, self._slot_blocks.tables
         self._ones = np.ones(num_slots, np.int32)
         self._nothing = np.zeros(num_slots, np.int32)  # `num_cached` of most plans
         self._all_slots = np.arange(num_slots)
@@ -110,6 +122,11 @@ class Allocator:
         publisher = self._slot_blocks.publisher
         return None if publisher is None else publisher.cache
 
+    @property
+    def tables_of_prefixes(self) -> BlockTables:
+        """The tables with the blocks by which the prefix cache finds its entries."""
+        return self._tables
+
     def use_rates(self, rates: Rates) -> None:
         """Sets the rates by which swapping is weighed against recomputing."""
         if self.host is not None:
@@ -125,6 +142,8 @@ class Allocator:
         self._slot_blocks.publisher.forget()
         if self.host is not None:
             self.host.reset()
+        if self._slot_blocks.has_index:
+            self._pool.forget_kept()
         return sum(each.pool.forget_kept() for each in self.kinds)
 
     def check(self) -> None:
@@ -192,12 +211,13 @@ class Allocator:
 
     def _has_blocks_for(self, steady: SteadyDecode) -> bool:
         """Whether the pools have the blocks of the next step."""
-        slabs = self._slot_blocks.slabs
-        if slabs is None:
-            return steady.growth.num_blocks <= self.pool.num_available
+        if not self._more:
+            return steady.growth.num_blocks <= self._pool.num_available
         needs = steady.needs()
-        steady.reserves = not slabs.has_free(needs)
-        return not steady.reserves or slabs.fits(needs)
+        if self._slot_blocks.slabs is None:
+            return self._slot_blocks.fits(needs)
+        steady.reserves = not self._slot_blocks.has_free(needs)
+        return not steady.reserves or self._slot_blocks.fits(needs)
 
     def _end_steady(self, ended: Sequence[SteadyDecode]) -> None:
         """Ends the steady decoding of rows, which have not yet given back all that their windows have passed."""
@@ -212,10 +232,14 @@ class Allocator:
         growth = steady.growth
         if growth.num_rows:
             if count := growth.num_blocks:
-                blocks = self.pool.take_behind(growth.last_blocks(), [1] * count, count, hand)
+                blocks = self._pool.take_behind(growth.last_blocks(), [1] * count, count, hand)
             table_slots, table_places, blocks = growth.grow(blocks)
         if steady.reserves:
             self._slot_blocks.give_back_unused()
+        copies: Sequence[BlockCopy] = hand.copies
+        if self._slot_blocks.has_index:
+            copies, first, more_tables = without_index(copies, more_tables)
+            table_slots, table_places, blocks = first.slots, first.places, first.blocks
         starts = steady.step(plan.step)
         self.last_granted = plan.step
         self._slot_blocks.last_step[plan.slots] = plan.step
@@ -230,7 +254,7 @@ class Allocator:
             table_places=table_places,
             table_blocks=blocks,
             is_decode=True,
-            copies=tuple(hand.copies),
+            copies=tuple(copies),
             adapter_loads=plan.adapter_loads,
             more_tables=more_tables,
         )
@@ -253,7 +277,7 @@ class Allocator:
 
     def _with_blocks(self, plan: StepPlan, granted: Ints) -> _PlanAllocation:
         """The blocks that all rows need, whether or not the pools have them."""
-        tables, slots = self.tables, plan.slots
+        tables, slots = self._tables, plan.slots
         lengths = tables.num_tokens[slots] + granted
         more = [self._growth_to(each, plan, granted, lengths) for each in self._more] if self._more else ()
         if plan.num_reserved is not None:
@@ -282,13 +306,13 @@ class Allocator:
     def _fits(self, num_blocks: int, more: Sequence[Growth]) -> bool:
         """Whether the pools have so many blocks of kind 0, and those of the others."""
         if not self._more:
-            return num_blocks <= self.pool.num_available
+            return num_blocks <= self._pool.num_available
         return self._slot_blocks.fits([num_blocks, *(growth.num_blocks for growth in more)])
 
     # -- grant and report
 
     def _grant(self, hand: PlanInHand, allocation: _PlanAllocation) -> StepGrant | None:
-        slot_blocks, tables, plan = self._slot_blocks, self.tables, hand.plan
+        slot_blocks, tables, plan = self._slot_blocks, self._tables, hand.plan
         slots, granted, is_sampled, drafts = plan.slots, allocation.granted, plan.reaches_end, hand.drafts
         if granted is not plan.num_wanted:
             rows = granted.nonzero()[0]
@@ -322,6 +346,10 @@ class Allocator:
             slot_blocks.save_states(hand, places)
         if self._has_windows:
             self._retire(plan, slots, granted)
+        copies: Sequence[BlockCopy] = hand.copies
+        if slot_blocks.has_index:
+            copies, first, more_tables = without_index(copies, more_tables)
+            table_slots, table_places, blocks = first.slots, first.places, first.blocks
         return StepGrant(
             step=plan.step,
             generation=plan.generation,
@@ -335,7 +363,7 @@ class Allocator:
             is_decode=plan.is_decode,
             drafts=drafts,
             started=slot_blocks.take_started(hand, slots) if slot_blocks.started else (),
-            copies=tuple(hand.copies),
+            copies=tuple(copies),
             adapter_loads=plan.adapter_loads,
             more_tables=more_tables,
         )
@@ -384,8 +412,8 @@ class Allocator:
             preempted=preempted,
             num_free=num_free,
             num_quarantined=num_quarantined,
-            num_host_free=0 if host is None else host.pool.num_available,
-            num_host_quarantined=0 if host is None else host.pool.num_quarantined,
+            num_host_free=0 if host is None else host.with_memory[0].num_available,
+            num_host_quarantined=0 if host is None else host.with_memory[0].num_quarantined,
             swapped=hand.swapped,
             is_void=is_void,
             is_reset=is_reset,

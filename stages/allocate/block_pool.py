@@ -271,7 +271,7 @@ class BlockPool:
             self._quarantine.append((int(self._last_step[blocks].max()), blocks))
 
     def pass_by(self, blocks: Ints) -> None:
-        """A window is about to give these back: see `KindPool`. A pool of the only kind treats all blocks alike."""
+        """A window is about to give these back: see `WindowPool`. Other pools treat all blocks alike."""
 
     def is_passed(self, block: int) -> bool:
         """Whether a window has passed the block, and no sequence has used it since."""

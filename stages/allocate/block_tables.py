@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...kernels.layout.kv_layout import KVKind
+from ...kernels.layout.kv_layout import KVKind, KVLayout
 from ..messages import Indices, Ints
+
+MOST_PASSED = 4  # entries of the prefix cache without keys, for each block of the cache, where all layers have windows
 
 
 class BlockTables:
@@ -193,3 +195,15 @@ class WindowTables(BlockTables):
         is_held = (columns < self.num_blocks[:, None]) & (columns >= self.num_retired[:, None])
         held: Ints = self.blocks[is_held]
         return held
+
+
+def index_blocks(layout: KVLayout, num_blocks: int, blocks_per_slot: int, num_slots: int | None = None) -> int:
+    """Blocks of the index kind beside `num_blocks` of the largest window.
+
+    Of running or swapped sequences as many as those of the window may need, and for prefixes `MOST_PASSED` a block.
+    """
+    window = layout.kinds[0].window
+    assert window is not None
+    each = -(-blocks_per_slot // max(1, (window - 1) // layout.block_size))  # of a sequence, for each of its window
+    held = max(each * num_blocks, blocks_per_slot)
+    return MOST_PASSED * num_blocks + (held if num_slots is None else min(held, num_slots * blocks_per_slot))

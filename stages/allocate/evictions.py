@@ -35,7 +35,7 @@ class Evictions:
         places = self._host.adopt(len(moving), hand.plan.step, hand.plan.generation, hand.plan.completed_step)
         moving = moving[: len(places)]
         if is_worthwhile:
-            offload_policy.charge(len(moving))
+            offload_policy.charge(round(len(moving) * self._host.weight(self.kind)))
         for block in set(blocks).difference(moving):
             cache.forget(block)
         for block, place in zip(moving, places.tolist(), strict=True):

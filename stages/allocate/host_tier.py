@@ -13,6 +13,7 @@ from ...kernels.layout.kv_layout import KVLayout
 from ...kernels.layout.state_layout import StateLayout
 from ..messages import NO_INTS, Ints, Rates
 from .block_pool import BlockPool, BlockState
+from .block_tables import index_blocks
 from .offload_policy import OffloadPolicy
 
 
@@ -46,7 +47,8 @@ class HostTier:
 
     With several kinds of memory there is a pool of each. A sequence is copied with the blocks of all kinds, or not at
     all. `more_blocks` are the sizes of the pools from kind 1 on, and `weights` their blocks' bytes, those of kind 0
-    being 1. With recurrent layers (`states`) a sequence's state is copied with its blocks.
+    being 1. With recurrent layers (`states`) a sequence's state is copied with its blocks. Blocks of an index kind
+    (`has_index`: kind 0 is one, see `SlotBlocks`) have no bytes; those of kind 1 then have the weight 1.
     """
 
     def __init__(
@@ -57,9 +59,13 @@ class HostTier:
         more_blocks: Sequence[int] = (),
         weights: Sequence[float] = (),
         states: StateLayout | None = None,
+        *,
+        has_index: bool = False,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.more = tuple(BlockPool(count, block_size) for count in more_blocks)
+        self.with_memory = self.more if has_index else (self.pool, *self.more)  # of each kind of the layout
+        self._has_index = has_index
         self._weights = weights
         self.states = None if states is None else BlockPool(states.num_on_host, 1)
         self._state_weight = 0.0 if states is None else states.num_blocks
@@ -80,15 +86,22 @@ class HostTier:
         more_blocks: Sequence[int] = (),
         layout: KVLayout | None = None,
         states: StateLayout | None = None,
+        *,
+        max_model_len: int = 1,
     ) -> HostTier | None:
         """The host tier of a cache; None without host blocks of each kind, or without places for recurrent states.
 
-        `layout`: of a cache of several kinds. `states`: of a model with recurrent layers.
+        `layout`: of a cache of several kinds, or of windows, with sequences of up to `max_model_len` tokens. `states`:
+        of a model with recurrent layers.
         """
         if not num_blocks or 0 in more_blocks or (states is not None and not states.num_on_host):
             return None
         sizes = [] if layout is None else [kind.block_bytes for kind in layout.kinds]
-        return cls(num_blocks, block_size, None, more_blocks, [size / sizes[0] for size in sizes[1:]], states)
+        weights = [size / sizes[0] for size in sizes[1:]]
+        if layout is None or layout.kinds[0].window is None:
+            return cls(num_blocks, block_size, None, more_blocks, weights, states)
+        numbers = index_blocks(layout, num_blocks, -(-max_model_len // block_size))
+        return cls(numbers, block_size, None, (num_blocks, *more_blocks), (1.0, *weights), states, has_index=True)
 
     @property
     def pools(self) -> tuple[BlockPool, ...]:
@@ -106,7 +119,8 @@ class HostTier:
         """
         assert sequence_id not in self._swapped, f"sequence {sequence_id} is swapped out twice"
         num_blocks = -(-num_tokens // self.pool.block_size)
-        num_copied = num_blocks + round(sum(map(mul, more, self._weights)) + self._state_weight)
+        num_copied = 0 if self._has_index else num_blocks
+        num_copied += round(sum(map(mul, more, self._weights)) + self._state_weight)
         if self.rates is not None and not self.rates.favour_swap(num_copied, num_tokens):
             self.num_dear += 1
             return None
@@ -132,6 +146,10 @@ class HostTier:
     def blocks(self, sequence_id: int) -> Ints:
         """The host blocks of the sequence, in token order."""
         return self._swapped[sequence_id].blocks
+
+    def blocks_with_memory(self, sequence_id: int) -> Ints:
+        """The host blocks of the sequence of the layout's kind 0."""
+        return self.more_blocks(sequence_id)[0] if self._has_index else self.blocks(sequence_id)
 
     def more_blocks(self, sequence_id: int) -> tuple[Ints, ...]:
         """The host blocks of the sequence, in token order, of each kind from 1 on."""
@@ -216,7 +234,7 @@ class HostTier:
 
     def weight(self, kind: int) -> float:
         """The bytes of a block of a kind, as a multiple of those of kind 0."""
-        return self._weights[kind - 1] if kind else 1.0
+        return self._weights[kind - 1] if kind else float(not self._has_index)
 
     # -- after a crash
 

@@ -27,7 +27,7 @@ ADAPTER = b"\xfe"  # in the salt, before an adapter's digest
 
 def read_prefix_tree(allocator: Allocator) -> dict[str, Any] | None:
     """The tree of an allocator's cache now; None without a prefix cache."""
-    cache, tables = allocator.cache, allocator.tables
+    cache, tables = allocator.cache, allocator.tables_of_prefixes
     if cache is None:
         return None
     held = {slot: tables.blocks[slot, : tables.num_blocks[slot]] for slot in np.flatnonzero(tables.num_blocks).tolist()}

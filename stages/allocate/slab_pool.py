@@ -164,7 +164,48 @@ class SlabPool:
         assert sorted([*lent, *self.unlent]) == list(range(self.num_slabs)), "a slab is lent twice, or lost"
 
 
-class KindPool(BlockPool):
+class WindowPool(BlockPool):
+    """The blocks of a window that may be cached: those that it has passed are evicted before others."""
+
+    def __init__(self, num_blocks: int, block_size: int, run_size: int | None = None) -> None:
+        super().__init__(num_blocks, block_size, run_size)
+        self._is_passed = np.zeros(num_blocks, np.bool_)  # [N] see `pass_by`
+        self._has_passed = False  # whether any ever was
+
+    def take_behind(
+        self, last_blocks: Sequence[int], counts: Sequence[int], total: int, hand: PlanInHand | None = None
+    ) -> Ints:
+        taken = super().take_behind(last_blocks, counts, total, hand)
+        if self._has_passed:
+            self._is_passed[taken] = False
+        return taken
+
+    def share(self, blocks: Ints) -> None:
+        super().share(blocks)
+        self._is_passed[blocks] = False
+
+    def pass_by(self, blocks: Ints) -> None:
+        """Marks those that no other table holds: they are evicted before others.
+
+        They may be cached, as a sequence may still start behind them; few do.
+        """
+        self._is_passed[blocks[self.num_tables[blocks] == 1]] = self._has_passed = True
+
+    def is_passed(self, block: int) -> bool:
+        return bool(self._is_passed[block])
+
+    def _release(self, blocks: Ints) -> None:
+        oldest = self._cached_at[next(iter(self._cached))] if self._cached else self._num_cachings
+        super()._release(blocks)
+        if not self._has_passed:
+            return
+        passed = blocks[self._is_passed[blocks] & self._is_kept[blocks]]
+        self._cached_at[passed] = oldest
+        for block in passed[::-1].tolist():
+            self._cached.move_to_end(block, last=False)
+
+
+class KindPool(WindowPool):
     """The blocks of one kind. Those in slabs that are not lent to it are absent."""
 
     def __init__(self, slabs: SlabPool, layout: KVLayout, kind: int) -> None:
@@ -177,8 +218,6 @@ class KindPool(BlockPool):
         self.is_lent = np.zeros(layout.num_slabs, np.bool_)
         self._num_live = [0] * layout.num_slabs  # blocks of each slab in use or quarantined
         self.num_idle = 0  # slabs that it has and of which no block is in use or quarantined
-        self._is_passed = np.zeros(self.num_blocks, np.bool_)  # [N] see `pass_by`
-        self._has_passed = False  # whether any ever was
         self._slabs = slabs
         self._evicted_by_take: list[Ints] | None = None  # while taking: their slabs are kept until it is done
 
@@ -267,8 +306,6 @@ class KindPool(BlockPool):
         self._evicted_by_take = evicted
         taken = super().take_behind(last_blocks, counts, total, hand)
         self._evicted_by_take = None
-        if self._has_passed:
-            self._is_passed[taken] = False
         self._count_live(taken, 1)
         for blocks in evicted:
             self._give_back_free(blocks)
@@ -277,7 +314,6 @@ class KindPool(BlockPool):
     def share(self, blocks: Ints) -> None:
         new = blocks[self.state[blocks] == CACHED]
         super().share(blocks)
-        self._is_passed[blocks] = False
         self._count_live(new, 1)
 
     def _count_live(self, blocks: Ints, change: int) -> None:
@@ -293,24 +329,7 @@ class KindPool(BlockPool):
 
     def _release(self, blocks: Ints) -> None:
         self._count_live(blocks, -1)
-        oldest = self._cached_at[next(iter(self._cached))] if self._cached else self._num_cachings
         super()._release(blocks)
-        if not self._has_passed:
-            return
-        passed = blocks[self._is_passed[blocks] & self._is_kept[blocks]]
-        self._cached_at[passed] = oldest
-        for block in passed[::-1].tolist():
-            self._cached.move_to_end(block, last=False)
-
-    def pass_by(self, blocks: Ints) -> None:
-        """Marks those that no other table holds: they are evicted before others.
-
-        They may be cached, as a sequence may still start behind them; few do.
-        """
-        self._is_passed[blocks[self.num_tables[blocks] == 1]] = self._has_passed = True
-
-    def is_passed(self, block: int) -> bool:
-        return bool(self._is_passed[block])
 
     def _push(self, blocks: Ints) -> None:
         super()._push(blocks)

@@ -13,13 +13,13 @@ import numpy as np
 from ...kernels.layout.kv_layout import KVLayout
 from ..messages import NO_INDICES, NO_INTS, STATES, BlockCopy, Bools, Direction, Indices, Ints, Started, TableEntries
 from .block_pool import BlockPool
-from .block_tables import BlockTables, WindowTables
+from .block_tables import BlockTables, WindowTables, index_blocks
 from .evictions import Evictions, KindEvictions
 from .host_tier import HostTier
 from .plan_in_hand import KindMatch, PlanInHand, ReusedPrefix
 from .prefix_cache import PrefixCache, PrefixMatch
 from .prefix_publisher import PrefixPublisher
-from .slab_pool import SlabPool
+from .slab_pool import SlabPool, WindowPool
 
 NOTHING_FOUND = PrefixMatch(NO_INTS, NO_INTS, None, 0)
 
@@ -46,7 +46,9 @@ class Growth:
 class SlotBlocks:
     """The state of one pool a kind and of the slots. What a plan causes is collected in the plan in hand.
 
-    `pool` and `tables` are those of kind 0.
+    `pool` and `tables` are those of kind 0, which keeps all blocks of a sequence: by them prefixes are found, and
+    sequences swapped. Where all layers have windows, kind 0 is an *index kind*: its blocks are numbers without memory,
+    and the kinds of the layout follow it. No step hears of it: see `without_index`.
     """
 
     def __init__(
@@ -59,9 +61,18 @@ class SlotBlocks:
         host: HostTier | None,
         layout: KVLayout | None = None,
     ) -> None:
+        keeps_prefixes = cache is not None or host is not None
+        self.has_index = layout is not None and layout.kinds[0].window is not None and keeps_prefixes
         self.slabs = SlabPool(layout) if layout is not None and len(layout.kinds) > 1 else None
-        pools = (BlockPool(num_blocks, block_size),) if self.slabs is None else self.slabs.pools
-        self.kinds = _kinds(pools, layout, num_slots, blocks_per_slot)
+        pools: tuple[BlockPool, ...] = () if self.slabs is None else self.slabs.pools
+        pools = pools or ((WindowPool if self.has_index else BlockPool)(num_blocks, block_size),)
+        self.with_memory = self.kinds = _kinds(pools, layout, num_slots, blocks_per_slot, int(self.has_index))
+        if self.has_index:
+            assert layout is not None
+            num_numbers = index_blocks(layout, num_blocks, blocks_per_slot, num_slots)
+            tables = BlockTables(num_slots, blocks_per_slot, block_size)
+            tables.num_tokens = self.kinds[0].tables.num_tokens
+            self.kinds = (KindBlocks(0, BlockPool(num_numbers, block_size), tables), *self.with_memory)
         self.more = self.kinds[1:]
         self.pool, self.tables = self.kinds[0].pool, self.kinds[0].tables
         self.host = host
@@ -72,11 +83,11 @@ class SlotBlocks:
         if self.publisher is not None:
             for each, host_pool in zip(self.more, host_pools, strict=True):
                 assert layout is not None
-                self.publisher.add_kind(layout.kinds[each.kind], each.pool, each.tables, host_pool)
+                kind = layout.kinds[each.kind - self.has_index]
+                self.publisher.add_kind(kind, each.pool, each.tables, host_pool)
             self._evictions.append(Evictions(self.publisher, host, self.pool))
             self._evictions += [KindEvictions(self.publisher, host, each.kind, each.pool) for each in self.more]
         windows = [each for each in self.kinds if isinstance(each.tables, WindowTables)]
-        assert not windows or windows[0].kind or (cache is None and host is None), "no kind keeps all blocks"
         self._windows = windows
         self.has_windows = bool(windows)
         self.completed_step = -1
@@ -291,14 +302,24 @@ class SlotBlocks:
 
     def fits(self, needs: Sequence[int], *, with_quarantined: bool = False) -> bool:
         """Whether the pools have `needs`, blocks of each kind; `with_quarantined`, once steps in flight are done."""
-        if self.slabs is not None:
-            return self.slabs.fits(needs, with_quarantined=with_quarantined)
-        return needs[0] <= self.pool.num_available + self.pool.num_quarantined * with_quarantined
+        if self.slabs is None:
+            pairs = zip(self.kinds, needs, strict=True)
+            return all(_has(each.pool, need, with_quarantined=with_quarantined) for each, need in pairs)
+        if self.has_index and not _has(self.pool, needs[0], with_quarantined=with_quarantined):
+            return False
+        return self.slabs.fits(needs[self.has_index :], with_quarantined=with_quarantined)
+
+    def has_free(self, needs: Sequence[int]) -> bool:
+        """Whether each kind has its `needs` free, in slabs that it has."""
+        assert self.slabs is not None
+        if self.has_index and needs[0] > self.pool.num_free:
+            return False
+        return self.slabs.has_free(needs[self.has_index :])
 
     def reserve(self, needs: Sequence[int], hand: PlanInHand) -> None:
         """Makes sure that each kind can take its `needs`; check `fits` first."""
         if self.slabs is not None:
-            self.slabs.reserve(needs, hand)
+            self.slabs.reserve(needs[self.has_index :], hand)
 
     def give_back_unused(self) -> None:
         """Takes back what `reserve` lent to kinds that did not need it after all."""
@@ -534,10 +555,26 @@ class SlotBlocks:
         assert (tables.num_tokens <= tables.capacity).all(), "a slot has tokens without a block"
 
 
+def without_index(
+    copies: Sequence[BlockCopy], entries: Sequence[TableEntries]
+) -> tuple[tuple[BlockCopy, ...], TableEntries, tuple[TableEntries, ...]]:
+    """What a step hears of copies and new entries of tables: the kinds as in the layout, and none of the index kind.
+
+    Returns the copies, the entries of kind 0, and those of the others.
+    """
+    told = [replace(each, kind=each.kind - 1) if each.kind > 0 else each for each in copies if each.kind]
+    first = next((each for each in entries if each.kind == 1), TableEntries(1, NO_INDICES, NO_INDICES, NO_INTS))
+    return tuple(told), first, tuple(replace(each, kind=each.kind - 1) for each in entries if each.kind > 1)
+
+
+def _has(pool: BlockPool, need: int, *, with_quarantined: bool) -> bool:
+    return need <= pool.num_available + pool.num_quarantined * with_quarantined
+
+
 def _kinds(
-    pools: Sequence[BlockPool], layout: KVLayout | None, num_slots: int, blocks_per_slot: int
+    pools: Sequence[BlockPool], layout: KVLayout | None, num_slots: int, blocks_per_slot: int, first: int
 ) -> tuple[KindBlocks, ...]:
-    """The blocks of each kind. All tables have one array of `num_tokens`."""
+    """The blocks of each kind of the layout, from number `first` on. All tables have one array of `num_tokens`."""
     found: list[KindBlocks] = []
     for number, pool in enumerate(pools):
         kind = None if layout is None else layout.kinds[number]
@@ -549,5 +586,5 @@ def _kinds(
             tables = WindowTables(kind, most, num_slots, blocks_per_slot, pool.block_size)
         if found:
             tables.num_tokens = found[0].tables.num_tokens
-        found.append(KindBlocks(number, pool, tables))
+        found.append(KindBlocks(first + number, pool, tables))
     return tuple(found)

@@ -93,7 +93,7 @@ def sizing_on_cpu(
         bytes_per_block=bytes_per_block,
         host_blocks=host_blocks,
         layout_of=layouts(config, shape, bytes_per_block, runs_kinds=runs_kinds, of_layer=of_layer),
-        about_masks=partial(about_masks, config, shape, runs_kinds=runs_kinds),
+        about_masks=partial(about_masks, shape, runs_kinds=runs_kinds),
     )
 
 
@@ -121,29 +121,18 @@ def layouts(
         if not has_kinds:
             return None
         layout = kv_layout(shape, config.block_size, num_bytes, of_layer or share_of, max_model_len=max_model_len)
-        if layout.kinds[0].window is not None:
-            # no prefix would be found, nor a sequence swapped: both are by the blocks of a kind that keeps all
-            return None if config.enable_prefix_caching else layout
-        return layout if len(layout.kinds) > 1 else None
+        return layout if layout.has_windows or len(layout.kinds) > 1 else None
 
     return layout_of
 
 
-def frees_without_swap(config: EngineConfig, shape: DecoderSpec, max_model_len: int, *, runs_kinds: bool) -> bool:
-    """Whether the windows of all layers free memory, so that no sequence can be swapped out: see `layouts`."""
-    is_all = len(_limits(shape, max_model_len)) == len(shape.kv_layers) > 0
-    return runs_kinds and not config.enable_prefix_caching and is_all
-
-
-def about_masks(config: EngineConfig, shape: DecoderSpec, max_model_len: int, *, runs_kinds: bool) -> str:
+def about_masks(shape: DecoderSpec, max_model_len: int, *, runs_kinds: bool) -> str:
     """Which layers keep keys that no query sees, and why; "" if none do, or windows free them."""
     limits, num_layers = _limits(shape, max_model_len), len(shape.kv_layers)
-    if not limits or (runs_kinds and (len(limits) < num_layers or not config.enable_prefix_caching)):
+    if not limits or runs_kinds:
         return ""
     seen = " or ".join(str(limit) for limit in sorted(set(limits)))
     reason = "the layers of this backend share one table a sequence"
-    if runs_kinds:
-        reason = "the prefix cache finds beginnings by layers that keep them; enable_prefix_caching = false frees them"
     return f"{len(limits)} of {num_layers} layers see the last {seen} tokens, and keep the others, too, as {reason}"
 
 

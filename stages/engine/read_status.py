@@ -77,7 +77,7 @@ def read_cache(allocator: Allocator, *, with_blocks: bool = False) -> CacheStatu
     tables, cache, host = allocator.tables, allocator.cache, allocator.host
     return CacheStatus(
         pool=_pool(allocator.pool),
-        host=None if host is None else HostStatus(_pool(host.pool), host.num_full, host.num_dear),
+        host=None if host is None else HostStatus(_pool(host.with_memory[0]), host.num_full, host.num_dear),
         prefixes=None if cache is None else PrefixStatus(cache.num_queries, cache.num_hits, cache.num_host_hits),
         num_held=np.array(tables.num_held, np.int32),
         waste=float(tables.waste),

@@ -243,11 +243,10 @@ class CoreStages:
             first_step=first_step,
         )
         layout = info.kv_layout
-        keeps_all = layout is None or layout.kinds[0].window is None  # else no kind has whole beginnings of sequences
         make_cache = partial(PrefixCache, info.block_size, secret, states=info.states)
-        cache = make_cache() if config.enable_prefix_caching and keeps_all else None
-        num_host_blocks = info.num_host_blocks if keeps_all else 0
-        host = HostTier.of(num_host_blocks, info.block_size, info.num_more_host_blocks, layout, info.states)
+        cache = make_cache() if config.enable_prefix_caching else None
+        on_host = (info.num_host_blocks, info.block_size, info.num_more_host_blocks, layout, info.states)
+        host = HostTier.of(*on_host, max_model_len=info.max_model_len)
         sizes = (info.num_blocks, info.block_size, config.max_num_seqs, info.max_model_len)
         self.allocate = Allocate(*sizes, cache, host, layout, num_lanes=config.pipeline_parallel_size)
         self.execute, self.sample = Execute(loaded.runner, device, info.rates), Sample(loaded.sampler, device)

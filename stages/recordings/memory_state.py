@@ -110,9 +110,11 @@ def memory_state(scheduler: Scheduler, allocator: Allocator) -> MemoryState:
         last_granted=scheduler.last_granted,
         completed_step=scheduler.completed_step,
         device=PoolState.of(allocator.pool),
-        host=None if host is None else PoolState.of(host.pool),
+        host=None if host is None else PoolState.of(host.with_memory[0]),
         holders=tuple(holders),
-        swapped=() if host is None else tuple((key, tuple(host.blocks(key).tolist())) for key in host.sequence_ids()),
+        swapped=()
+        if host is None
+        else tuple((key, tuple(host.blocks_with_memory(key).tolist())) for key in host.sequence_ids()),
         sequences=tuple(sequences),
         admission_blocked_reason=scheduler.admission_blocked_reason,
         more_kinds=_more_kinds(allocator),
@@ -123,7 +125,7 @@ def _more_kinds(allocator: Allocator) -> tuple[KindState, ...]:
     layout, host = allocator.layout, allocator.host
     if layout is None:
         return ()
-    pools = [None] * len(allocator.kinds) if host is None else [host.pool, *host.more]
+    pools = [None] * len(allocator.kinds) if host is None else list(host.with_memory)
     rows = list(zip(layout.kinds, allocator.kinds, pools, strict=True))[1:]
     return tuple(
         KindState(kind.name, PoolState.of(each.pool), None if pool is None else PoolState.of(pool))

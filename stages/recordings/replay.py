@@ -92,14 +92,9 @@ class ReplayedCore:
             kv_layout=engine.kv_layout,
             num_lanes=engine.pipeline_parallel_size,
         )
-        keeps_all = engine.kv_layout is None or engine.kv_layout.kinds[0].window is None  # as in an engine
-        cache = (
-            PrefixCache(engine.block_size, states=engine.states) if engine.enable_prefix_caching and keeps_all else None
-        )
-        num_host_blocks = engine.num_host_blocks if keeps_all else 0
-        host = HostTier.of(
-            num_host_blocks, engine.block_size, engine.num_more_host_blocks, engine.kv_layout, engine.states
-        )
+        cache = PrefixCache(engine.block_size, states=engine.states) if engine.enable_prefix_caching else None
+        on_host = (engine.num_host_blocks, engine.block_size, engine.num_more_host_blocks, engine.kv_layout)
+        host = HostTier.of(*on_host, engine.states, max_model_len=engine.max_model_len)
         sizes = (engine.num_blocks, engine.block_size, engine.max_num_seqs, engine.max_model_len)
         self.env = env or ManualEnv()
         self.tracer = tracer or Tracer(self.env, enabled=False)

@@ -92,6 +92,8 @@ class Case:
         """The next one."""
         small, other = draw.choice(WINDOWS), draw.choice((*WINDOWS, LENGTH, 4 * LENGTH))
         windows = [None, small, *draw.choices((None, small, other), k=2)]
+        if draw.random() < 0.2:
+            windows = [small, small, *draw.choices((small, other), k=2)]
         draw.shuffle(windows)
         settings = {name: draw.choice(values) for name, values in SETTINGS.items()}
         if not settings["enable_chunked_prefill"]:

@@ -26,7 +26,7 @@ from ...device.pooler import Pooler
 from ...memory_table import MemoryTable
 from ..backend import Backend
 from ..cache_size import free_host_bytes, free_host_share, host_blocks_by_kind, num_host_blocks
-from ..memory_needs import frees_without_swap, sizing_on_cpu
+from ..memory_needs import sizing_on_cpu
 from ..rates import measure_rates, measure_token_s, target_ms_for
 from ..recurrent_settings import state_layout, within_state_memory
 from ..weight_use import weight_use
@@ -61,9 +61,6 @@ def load_natively(
     with phases("cache"):
         bytes_per_block = sizes.bytes_per_block(config.block_size, cache_dtype)
         pool_blocks = num_host_blocks(config, bytes_per_block, max_model_len, "cpu")
-        if pool_blocks and frees_without_swap(config, shape, max_model_len, runs_kinds=NativeDecoder.runs_kinds):
-            pool_blocks = 0
-            log.info("swap.off", reason=f"{shape.family}: the windows of all layers free memory")
         states, host_blocks = state_layout(config, shape, item_size, bytes_per_block, pool_blocks, max_model_len)
         most_logits = config.max_num_seqs * (1 + config.num_speculative_tokens)
         most_tokens = config.num_step_tokens

@@ -34,7 +34,6 @@ from ..memory_needs import (
     about_masks,
     async_bytes,
     device_sampler_bytes,
-    frees_without_swap,
     graphs_bytes,
     layouts,
     positions_that_fit,
@@ -77,9 +76,6 @@ def fit_runner(
     bytes_per_block = KVCache.bytes_per_block(shape, config.block_size, kv_dtype_of(config, decoder.dtype))
     bytes_per_block *= config.tensor_parallel_size  # ranks share the host's memory
     host_blocks = num_host_blocks(config, bytes_per_block, max_model_len, decoder.device.type)
-    if host_blocks and frees_without_swap(config, shape, max_model_len, runs_kinds=decoder.runs_kinds):
-        host_blocks = 0
-        log.info("swap.off", reason=f"{shape.family}: the windows of all layers free memory")
     item_size, pool_blocks = decoder.dtype.itemsize, host_blocks  # as many as the memory of the host pool holds
     left = _device_bytes(config, decoder.device)
     states, host_blocks = state_layout(config, shape, item_size, bytes_per_block, pool_blocks, max_model_len, left)
@@ -254,7 +250,7 @@ def _sizing_on_gpu(
         bytes_per_block=bytes_per_block,
         host_blocks=host_blocks,
         layout_of=layouts(config, shape, bytes_per_block, runs_kinds=decoder.runs_kinds),
-        about_masks=partial(about_masks, config, shape, runs_kinds=decoder.runs_kinds),
+        about_masks=partial(about_masks, shape, runs_kinds=decoder.runs_kinds),
     )
 
 

@@ -3,7 +3,7 @@
     python -m tests.stages.allocate.cached_kinds_walk --steps 100000
 
 Keys of equal texts are equal, whichever sequence computed them. The device runs the copies of a grant in their order,
-and reads the window of each query. Checked beside the invariants of the walk:
+and reads the window of each query. Some walks have windows only. Checked beside the invariants of the walk:
 
     K3  each block that the cache holds of any kind has the keys of its entry's tokens
     K4  no kind finds more than kind 0, and none of its blocks is of an entry that kind 0 lost
@@ -14,6 +14,9 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
+import numpy as np
+
+from millrace.kernels.layout.state_layout import StateLayout
 from millrace.stages.allocate.allocator import Allocator
 from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.prefix_cache import PrefixCache
@@ -26,7 +29,6 @@ from tests.stages.allocate.kinds_walk import (
     Row,
     Step,
     Walk,
-    draw_layout,
     run_walks,
 )
 from tests.stages.allocate.naive_memory import Text
@@ -41,25 +43,28 @@ class CachedWalk(Walk):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        dice, chunk = self.dice, 1 if self.scheduler.allows_partial else self.longest
-        while self.layout.kinds[0].window is not None:
-            self.layout = draw_layout(dice, self.size, self.longest, chunk)
-        self.kinds = range(len(self.layout.kinds))
+        dice, self.has_index = self.dice, self.layout.kinds[0].window is not None
         self.scheduler.most_drafts = min(3, self.size - 1)  # a step has at most a block of a sequence
         cache, host = None, None
         if dice.random() < 0.9:
             cache = PrefixCache(self.size)
             cache.min_tokens_to_wait_for = cache.min_tokens_to_fork = 1
         if cache is None or dice.random() < 0.6:
-            sizes = [dice.randint(1, 2 * self.longest // self.size) for _ in self.kinds]
-            host = HostTier(sizes[0], self.size, None, sizes[1:], [2.0] * (len(sizes) - 1))
+            host = self.draw_host()
         layout = self.layout
         self.allocator = Allocator(layout.num_blocks[0], self.size, NUM_SLOTS, self.longest, cache, host, layout)
-        self.tables = [{} for _ in self.kinds]
-        self.device = [{} for _ in self.kinds]
         self.host: list[dict[tuple[int, int], Mark]] = [{} for _ in self.kinds]
         self.texts: list[Text] = []
         self.arriving: dict[tuple[int, int], int] = {}  # (kind, host block) -> the step that writes it
+
+    def draw_host(self, states: StateLayout | None = None) -> HostTier:
+        """A host tier of a few blocks of each kind."""
+        dice = self.dice
+        sizes = [dice.randint(1, 2 * self.longest // self.size) for _ in self.kinds]
+        if self.has_index:
+            sizes.insert(0, dice.randint(sizes[0], 3 * self.longest // self.size))
+        weights = [2.0] * (len(sizes) - 1)
+        return HostTier(sizes[0], self.size, None, sizes[1:], weights, states, has_index=self.has_index)
 
     # -- what may happen
 
@@ -93,7 +98,8 @@ class CachedWalk(Walk):
         if grant is None:
             return
         for copy in grant.copies:
-            self.seen[f"{copy.direction.name.lower()} of kind {min(copy.kind, 1)}"] += 1
+            kind = "windows" if self.has_index else f"kind {min(copy.kind, 1)}"
+            self.seen[f"{copy.direction.name.lower()} of {kind}"] += 1
             if copy.direction is Direction.OUT:
                 for place in copy.destinations.tolist():
                     self.arriving[copy.kind, place] = grant.step
@@ -159,19 +165,35 @@ class CachedWalk(Walk):
         if cache is None:
             return
         cache.check()
-        entries = {number: block for block, _, number in cache.known_blocks()}
-        for kind, index in enumerate(cache.kinds, 1):
+        marks = self._marks_of_entries(cache)
+        for kind, index in enumerate(cache.kinds, 0 if self.has_index else 1):
             for number, block in index.blocks.items():
-                if number in entries:
+                if number in marks:
                     own = [self.device[kind].get((block, i)) for i in range(self.size)]
-                    first = [self.device[0].get((entries[number], i)) for i in range(self.size)]
-                    assert own == first, f"block {block} of kind {kind} has {own}, its entry {first}"
-                    self.seen["entries of two kinds"] += 1
+                    assert own == marks[number], f"block {block} of kind {kind} has {own}, its entry {marks[number]}"
+                    self.seen["entries of windows" if self.has_index else "entries of two kinds"] += 1
             for number, place in index.places.items():
-                if number in entries and self.arriving.get((kind, place), -1) <= self.scheduler.completed_step:
+                if number in marks and self.arriving.get((kind, place), -1) <= self.scheduler.completed_step:
                     own = [self.host[kind].get((place, i)) for i in range(self.size)]
-                    first = [self.device[0].get((entries[number], i)) for i in range(self.size)]
-                    assert own == first, f"host block {place} of kind {kind} has {own}, its entry {first}"
+                    assert own == marks[number], f"host block {place} of kind {kind} has {own}, not {marks[number]}"
+
+    def _marks_of_entries(self, cache: PrefixCache) -> dict[int, list[Mark]]:
+        """Entry -> what its block holds: of kind 0, or of an index kind, which holds nothing, by its tokens."""
+        if not self.has_index:
+            entries = cache.known_blocks()
+            return {number: [self.device[0][block, i] for i in range(self.size)] for block, _, number in entries}
+        known = {entry[3]: entry for tier in (cache._device, cache._host) for entry in tier.entries.values()}
+        marks: dict[int, list[Mark]] = {}
+        for number in sorted(known):  # an entry has a greater number than the one before it
+            _, before, tokens, _, _ = known[number]
+            if isinstance(before, int) and before not in marks:
+                continue  # that one is gone, so nothing finds this one
+            mark = marks[before][-1][1] if isinstance(before, int) else self.trie.root("")
+            marks[number] = []
+            for token in np.frombuffer(tokens, np.int32).tolist():
+                mark = self.trie.after(mark, token)
+                marks[number].append((0, mark))
+        return marks
 
     def finish(self) -> None:
         for sequence_id in list(self.scheduler.sequences):
@@ -182,7 +204,11 @@ class CachedWalk(Walk):
         self.allocator.reset_prefix_cache()
         super().finish()
         host = self.allocator.host
+        if host is not None:  # as the next plan would
+            host.complete_steps(self.scheduler.completed_step, (), self.scheduler.generation)
         assert host is None or all(pool.num_free == pool.num_blocks for pool in (host.pool, *host.more))
+        slot_blocks = self.allocator._slot_blocks
+        assert not slot_blocks.pool.num_in_use and not slot_blocks.pool.num_cached
 
 
 def walk(seed: int, num_actions: int = ACTIONS_OF_A_WALK) -> tuple[int, Counter[str]]:

@@ -14,9 +14,10 @@ import sys
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
+
 from millrace.kernels.layout.state_layout import StateLayout
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.kind_index import EndOfAnswer
 from millrace.stages.allocate.prefix_cache import PrefixCache
 from millrace.stages.messages import STATES, Direction
@@ -34,8 +35,7 @@ class StatesWalk(CachedWalk):
         dice, layout = self.dice, self.layout
         self.scheduler.chance = 0.0
         states = StateLayout(64, NUM_SLOTS, dice.randint(1, NUM_SLOTS), dice.randint(1, 12), 2.0)
-        sizes = [dice.randint(1, 2 * self.longest // self.size) for _ in self.kinds]
-        host = HostTier(sizes[0], self.size, None, sizes[1:], [2.0] * (len(sizes) - 1), states)
+        host = self.draw_host(states)
         host = None if dice.random() < 0.2 else host
         cache = None if dice.random() < 0.1 else PrefixCache(self.size, states=states)
         if cache is not None and cache.snapshots is not None:
@@ -98,18 +98,25 @@ class StatesWalk(CachedWalk):
         cache = self.allocator.cache
         if cache is None or cache.snapshots is None:
             return
-        entries = {number: block for block, _, number in cache.known_blocks()}
+        marks = self._marks_of_entries(cache)
         for number, place in cache.snapshots._cached.items():
             if isinstance(number, EndOfAnswer):
                 block, end = cache.snapshots.block_of(number), len(number.tokens) // 4
                 assert cache.partial_blocks.tails[block] == number
-                last = self.device[0].get((block, end - 1))
+                last = self._mark_behind(number, marks) if self.has_index else self.device[0].get((block, end - 1))
                 assert self.states.get(place) == last, f"snapshot {place} is {self.states.get(place)}, not {last}"
                 self.seen["ends of answers"] += 1
-            elif number in entries:
-                last = self.device[0].get((entries[number], self.size - 1))
+            elif number in marks:
+                last = marks[number][-1]
                 assert self.states.get(place) == last, f"snapshot {place} is {self.states.get(place)}, not {last}"
                 self.seen["snapshots"] += 1
+
+    def _mark_behind(self, end: EndOfAnswer, marks: dict[int, list[Mark]]) -> Mark:
+        before, tokens = end
+        mark = marks[before][-1][1] if isinstance(before, int) else self.trie.root("")
+        for token in np.frombuffer(tokens, np.int32).tolist():
+            mark = self.trie.after(mark, token)
+        return 0, mark
 
     def finish(self) -> None:
         super().finish()

@@ -33,6 +33,17 @@ def test_hits_forks_swaps_and_evictions_of_kinds_at_random():
     assert all(seen[name] for name in rare), seen
 
 
+def test_hits_forks_and_swaps_where_all_layers_have_windows():
+    seen: Counter[str] = Counter()
+    for seed in [number for number in range(40) if CachedWalk(number).has_index][: count(in_ci=4, full=40)]:
+        try:
+            seen += walk(seed)[1]
+        except Exception as error:
+            raise AssertionError(f"python -m tests.stages.allocate.cached_kinds_walk --seed {seed}") from error
+    rare = ("hit", "swapped", "fork of windows", "out of windows", "in of windows", "entries of windows")
+    assert all(seen[name] for name in rare), seen
+
+
 # -- by hand: blocks of 2 tokens, a window of 4; a slab holds 2 blocks of the full kind, or 1 of the window
 
 KINDS = (KVKind("full", (0,), None, 1, 8, 8, 64), KVKind("window", (1, 2), 4, 1, 8, 8, 128))

@@ -1,4 +1,4 @@
-"""Models of which every layer has a window: they free memory where nothing needs whole beginnings of sequences."""
+"""Models of which every layer has a window: they free memory, with a prefix cache and swapped sequences too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from millrace.kernels.native import build, machine
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.native_decoder import NativeDecoder
-from millrace.runtime.env.log import captured_logs
 from millrace.stages import LLM, SamplingParams
 from tests.model.checkpoints import make_checkpoint
 
@@ -45,14 +44,13 @@ def run(path: Path, backend: str, **settings: Any) -> tuple[list[list[int]], str
         return [list(output.outputs[0].token_ids) for output in outputs], about
 
 
+@pytest.mark.parametrize("settings", [{}, {"enable_prefix_caching": False}], ids=["cache", "no cache"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_windows_in_all_layers_free_memory_and_answers_are_the_same(
-    mistral: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+    mistral: Path, backend: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with captured_logs() as logs:  # 9 blocks of 16 tokens: less than the longest of these sequences
-        found, about = run(mistral, backend, num_gpu_blocks=9, enable_prefix_caching=False)
+    found, about = run(mistral, backend, num_gpu_blocks=9, **settings)  # less than the longest of these sequences
     assert "3 of 3 layers keep the last 32" in about and "tokens that fit if all layers kept all" in about
-    assert any("the windows of all layers free memory" in str(line) for line in logs)
     for decoder in (Decoder, NativeDecoder):
         monkeypatch.setattr(decoder, "runs_kinds", False)
     expected, about = run(mistral, backend, num_gpu_blocks=100, enable_prefix_caching=False)
@@ -60,7 +58,12 @@ def test_windows_in_all_layers_free_memory_and_answers_are_the_same(
     assert "3 of 3 layers see the last 32 tokens, and keep the others, too, as the layers of" in about
 
 
-def test_with_a_prefix_cache_windows_in_all_layers_mask_and_the_report_says_so(mistral: Path) -> None:
-    _, about = run(mistral, BACKENDS[-1], num_gpu_blocks=100)
-    assert "3 of 3 layers see the last 32 tokens, and keep the others, too, as the prefix cache finds" in about
-    assert "enable_prefix_caching = false frees them" in about
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prompt_is_found_again_by_windows_that_have_passed_its_beginning(mistral: Path, backend: str) -> None:
+    sizes = {"device": "cpu", "max_model_len": LENGTH, "max_num_seqs": 3, "max_num_batched_tokens": 64}
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, n=2)
+    prompt = [1 + 7 * i % 90 for i in range(140)]
+    with LLM(str(mistral), attention_backend=backend, num_gpu_blocks=24, **sizes) as llm:
+        first, again = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
+    answers = [list(choice.token_ids) for output in (first, again) for choice in output.outputs]
+    assert again.num_cached_tokens >= 128 and answers[1:] == answers[:-1]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import socket
+import struct
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +21,8 @@ from .comm import MOST_SENT, CommLog, CommLost, ordered_sum
 
 distributed: Any = public  # its process groups have no types
 NUM_TAGS = 1 << 16  # of tensors from one rank to another; far more than are under way
+ATTACH_FILTER = 26  # SO_ATTACH_FILTER of Linux: a program that says how much of each packet is kept
+DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)  # such a program, of one instruction: return 0
 WAIT = timedelta(hours=1)  # NOTE: a rank that hangs is found by the deadline of an order, long before
 
 
@@ -98,11 +103,35 @@ class ProcessComm:
 
 
 def _gloo(store: Any, rank: int, size: int) -> Any:
-    """NOTE: gloo asks for no key, so it listens on the loopback interface only."""
+    """NOTE: gloo asks for no key, so it listens on the loopback interface only, and not once all ranks are connected:
+    it would keep the connections of strangers until no file is left."""
+    before = set(_sockets())
     options = distributed.ProcessGroupGloo._Options()
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = WAIT
-    return distributed.ProcessGroupGloo(store, rank, size, options)
+    group = distributed.ProcessGroupGloo(store, rank, size, options)
+    for inode, file in _sockets().items():
+        if inode not in before:
+            _refuse_connections(file)
+    return group
+
+
+def _sockets() -> dict[str, int]:
+    """The sockets of this process: by inode, which no other one has, the descriptor."""
+    found: dict[str, int] = {}
+    for link in Path("/proc/self/fd").iterdir() if Path("/proc/self/fd").exists() else ():
+        with suppress(OSError):  # it is closed by now
+            if (inode := os.readlink(link)).startswith("socket:"):
+                found[inode] = int(link.name)
+    return found
+
+
+def _refuse_connections(file: int) -> None:
+    """Drops what asks for a connection at a TCP socket that listens. Those that it has stay, and it stays open."""
+    with suppress(OSError), socket.socket(fileno=os.dup(file)) as sock:
+        if sock.family == socket.AF_INET and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            code = ctypes.create_string_buffer(DROP_ALL)
+            sock.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(code)))
 
 
 def _nccl(store: Any, rank: int, size: int) -> Any:

@@ -8,7 +8,6 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 
-from .auth import AuthError
 from .tls import FleetTls, TlsError
 from .transport import SocketTransport
 
@@ -42,7 +41,7 @@ class TlsStream:
                 raise TlsError(self._tls.why(error)) from None
             await self._send()
             if not is_over and not await self._receive():
-                raise AuthError("the other end closed the connection before it has shown its certificate")
+                raise TlsError("it closed the connection before it has shown its certificate; its own log says why")
 
     async def recv(self, num_bytes: int) -> bytes:
         """Up to so many bytes, as soon as there are some; b"" at the end. Raises `TlsError`, and OSError."""

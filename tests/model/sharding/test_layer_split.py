@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -25,6 +27,7 @@ from millrace.model.sharding.layer_split import LayerRange, in_words, spec_of_la
 from millrace.model.sharding.process_comm import ProcessComm
 from millrace.model.sharding.thread_comm import ThreadGroup
 from millrace.model.spec import DecoderSpec
+from tests.deploy.cli.machines.strangers import listening_sockets
 from tests.model.sharding.test_ranks import CPU, logits_of, made
 from tests.model.stepping import load_decoder
 
@@ -166,3 +169,19 @@ def test_processes_receive_later_what_was_sent_at_once(tmp_path: Path) -> None:
         assert all(torch.equal(second.receive(torch.empty_like(one), 0), one) for one in sent)
         second.send(sent[0], 0)
         assert torch.equal(first.receive(torch.empty_like(sent[0]), 1), sent[0])
+
+
+@pytest.mark.security
+def test_ranks_that_have_met_take_no_other_connection(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    before = listening_sockets(os.getpid()).tcp
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda rank: ProcessComm(tmp_path, rank, 2, CPU), range(2))
+        addresses = listening_sockets(os.getpid()).tcp - before
+        assert len(addresses) == 2 and {host for host, _ in addresses} == {"127.0.0.1"}
+        for address in addresses:
+            with pytest.raises(TimeoutError), socket.create_connection(address, 0.1):
+                pass
+        first.send(torch.ones(2), 1)
+        assert second.receive(torch.zeros(2), 0).sum() == 2.0

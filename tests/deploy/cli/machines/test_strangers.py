@@ -208,13 +208,15 @@ def test_strangers_at_every_port_of_a_server_are_refused_and_cost_little(kind: s
         sockets = listening_sockets(pid)
         ports = {port for _, port in sockets.tcp}
         assert {host for host, _ in sockets.tcp} == {"127.0.0.1"}
-        assert ports == {server.address[1]} or kind == "two ranks"
+        others = sorted(ports - {server.address[1]})
+        assert len(others) == (2 if kind in ("two ranks", "two stages") else 0)
         for path in sockets.unix:
             assert path.startswith("/") and Path(path).parent.stat().st_mode & 0o777 == 0o700, path
         assert len(sockets.unix) == (3 if kind == "two fronts" else 0)
         before = resident_mib(pid), {one: num_files(one) for one in family(pid)}
-        for port in sorted(ports - {server.address[1]}):  # sums of ranks: no protocol of ours, and no key
-            attack(("127.0.0.1", port), b"", lambda got: None, seed)
+        for port in others:  # of ranks, which have met: no key would be asked for
+            with pytest.raises(TimeoutError), socket.create_connection(("127.0.0.1", port), 1.0):
+                pass
         attack(server.address, b"GET /health HTTP/1.1\r\nX-A: ", assert_refused, seed)
         for path in ("/v1/completions", "/v1/stream", "/dashboard/feed", "/metrics", "/admin/trace"):
             assert server.get(path, {"Authorization": "Bearer wrong"}).status in (401, 405), path

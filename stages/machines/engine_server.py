@@ -347,11 +347,13 @@ class EngineServer:
         log.info("engine.draining", live=self.num_live, num_fronts=len(self.fronts), timeout_s=timeout_s, by=by)
         emptied = asyncio.ensure_future(self._exit.wait_until_empty())
         ended = asyncio.ensure_future(self.ended.wait())
-        await asyncio.wait([emptied, ended], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        is_empty = emptied.done()
-        for task in (emptied, ended):
-            task.cancel()
-        await asyncio.wait([emptied, ended])
+        try:
+            await asyncio.wait([emptied, ended], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            is_empty = emptied.done()
+        finally:
+            for task in (emptied, ended):
+                task.cancel()
+            await asyncio.wait([emptied, ended])
         if self.state != "dead":
             for front in list(self.fronts.values()):
                 front.post(Gone())

@@ -345,6 +345,7 @@ class FleetWorld(World):
         if history.outcome in (Failed.__name__, Unavailable.__name__, NotServing.__name__):
             is_told = request_id in self.guilty
             _require(is_told, f"I19: {request_id} failed: {getattr(history, 'error', '')}; guilty: {self.guilty}")
+            self.report.states["blamed"] += request_id != self.drawn.poison
             has_struck = bool(self.drawn.strikes)  # at a moment in which it was on trial
             _require(request_id == self.drawn.poison or has_struck, f"I20: {request_id} ended for another request")
 

@@ -117,15 +117,15 @@ class Machine:
 
     async def _serve(self, server: EngineServer) -> None:
         self._killed.clear()
-        ends = [asyncio.ensure_future(one.wait()) for one in (self._killed, server.drain_asked, server.ended)]
+        ends: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(one.wait()) for one in (self._killed, server.drain_asked, server.ended)
+        ]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if server.drain_asked.is_set() and not self.is_killed:
                 by = "migrate" if server.asked_by == "migrate" else "finish"
-                draining = asyncio.ensure_future(server.drain(DRAIN_S, by))  # type: ignore[arg-type]
-                await asyncio.wait([draining, ends[0]], return_when=asyncio.FIRST_COMPLETED)
-                draining.cancel()
-                await asyncio.wait([draining])
+                ends.append(asyncio.ensure_future(server.drain(DRAIN_S, by)))  # type: ignore[arg-type]
+                await asyncio.wait([ends[0], ends[-1]], return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in ends:
                 task.cancel()

@@ -29,6 +29,7 @@ SCHEMA = {
 }
 LONG_TOKENS = 160  # of an answer that lasts
 REFERENCE_TIMEOUT_S = 300.0
+REFERENCE_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +123,24 @@ async def learn(session: aiohttp.ClientSession, url: str, cases: Sequence[Case],
 async def _learn_one(session: aiohttp.ClientSession, url: str, case: Case) -> None:
     if case.turns_after is not None:
         case.body["messages"] = [*case.turns_after.messages, *case.body["messages"]]
-    async with asyncio.timeout(REFERENCE_TIMEOUT_S), session.post(url + case.path, json=case.body) as response:
-        data = await response.read()
-        if response.status != 200:
-            raise NotStartedError(f"the reference answered {response.status} to case {case.number}: {data[:300]!r}")
-    answer = orjson.loads(data)
+    answer = orjson.loads(await _asked(session, url, case))
     choices = sorted(answer["choices"], key=lambda one: int(one["index"]))
     case.choices = tuple(RightChoice(text_of(one), one["finish_reason"]) for one in choices)
     case.num_tokens = answer["usage"]["completion_tokens"]
     if case.kind == "turns":
         case.messages = [*case.body["messages"], {"role": "assistant", "content": case.choices[0].text}]
+
+
+async def _asked(session: aiohttp.ClientSession, url: str, case: Case) -> bytes:
+    """Asks again after a refusal: a machine that stood still for a while may have cost a helper process its time."""
+    for tries_left in reversed(range(REFERENCE_TRIES)):
+        async with asyncio.timeout(REFERENCE_TIMEOUT_S), session.post(url + case.path, json=case.body) as response:
+            data = await response.read()
+            if response.status == 200:
+                break
+            if not tries_left:
+                raise NotStartedError(f"the reference answered {response.status} to case {case.number}: {data[:300]!r}")
+    return data
 
 
 def text_of(choice: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ class Fronts(Protocol):
 
     @property
     def states(self) -> Sequence[Mapping[str, Any]]:
-        """What is known of each: number, pid, state, reason, num_restarts."""
+        """What is known of each: number, pid, state, reason, num_restarts, models."""
 
     def tell_traffic(self, rules: TrafficRules) -> None:
         """These rules were set at this front: all follow them."""

@@ -82,7 +82,7 @@ class Service:
         """Sets the engine, once it is built. Raises `ConfigError` if one of its adapters has the model's name."""
         self.engine = engine
         self.chat_format = ChatFormat(self.config, engine)
-        self.model_names = self.model_names or (engine.info.model_id,)
+        self.model_names = self.model_names or tuple(engine.served_names) or (engine.info.model_id,)
         if engine.adapters is not None:
             engine.adapters.exclude(self.model_names)
 

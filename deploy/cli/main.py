@@ -92,7 +92,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         options.sources = {name: setting.source for name, setting in settings.items()}
         options.trimmed = [name for name, setting in settings.items() if setting.is_trimmed]
         module = MODULES.get(options.command, options.command.replace("-", "_"))
-        if options.command in FRONTED and server_config.front_processes > 1:
+        if options.command in FRONTED and (server_config.front_processes > 1 or _has_several_models(options)):
             module = "fronts.supervise"
         run: Run = import_module(f".{module}", __package__).run
         return run(options, engine_config, server_config)
@@ -109,6 +109,14 @@ def _run(arguments: Sequence[str] | None) -> int:
         if (problem := resource_problem(error) or _missing_package(error)) is None:
             raise
         return _print_error(problem)
+
+
+def _has_several_models(options: argparse.Namespace) -> bool:
+    """Whether the engines of a front serve different models, which then have fronts of their own."""
+    if not (engines := getattr(options, "engine", None)):
+        return False
+    models: dict[str, list[str]] = import_module(".machines.addresses", __package__).engines_by_model(engines)
+    return len(models) > 1
 
 
 def _missing_package(error: Exception) -> str | None:
@@ -193,7 +201,7 @@ def _add_engine(commands: Any) -> None:
     text = "what fronts are told of the engine, such as version=v2; may be repeated"
     fleet.add_argument("--label", action="append", default=[], metavar="NAME=VALUE", help=text)
     _add_common(engine)
-    _add_engine_flags(engine, LOGGING | {"shutdown_timeout_s", "link_timeout_s"})
+    _add_engine_flags(engine, LOGGING | {"shutdown_timeout_s", "link_timeout_s", "served_model_name"})
 
 
 def _add_route(commands: Any) -> None:
@@ -205,7 +213,8 @@ def _add_route(commands: Any) -> None:
     fleet = _add_fleet(route)
     text = (
         "address of a `millrace engine`; dns:NAME:PORT: all addresses of a name, looked up every 5 s; file:PATH: the "
-        "addresses in a file, one a line, which may change; may be repeated"
+        "addresses in a file, one a line, which may change; may be repeated; MODEL= before each, if they serve several "
+        "models: each model then has front processes of its own"
     )
     fleet.add_argument("--engine", action="append", required=True, metavar="HOST:PORT", help=text)
     text = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
@@ -21,9 +22,12 @@ from ..http.responses import answer
 from ..metrics.metrics import CONTENT_TYPE, Metrics
 from ..websocket.peer import Peer
 from .front_metrics import rendered
+from .models import is_for_a_model, model_in
 from .other_fronts import OtherFronts, is_of_a_front
 
 RESPONSES = "/v1/responses/{id}"
+MODELS, MODEL = "/v1/models", "/v1/models/{id}"
+ENGINES = "/admin/engines/{id}"
 HEALTH = ("/health", "/health/ready", "/ping", "/healthz", "/readyz", "/v2/health/ready")
 FRONT_BITS = 44  # of a cursor of /v1/requests, below the front's number
 MOST_LISTED = 1_000
@@ -38,11 +42,14 @@ class AllFronts:
     def __init__(self, fronts: OtherFronts) -> None:
         self._fronts, self._root_path = fronts, fronts.config.root_path
         self._member = fronts.member
+        self._turns = itertools.count()
         self._keeping: frozenset[Callable[..., object]] = frozenset()  # handlers whose answers are kept by a key
         self._of_all: dict[str, Answer] = {
             "/metrics": self._metrics,
             "/load": self._load,
             "/v1/requests": self._requests,
+            MODELS: self._models,
+            "/admin/cache/reset": self._reset,
             "/admin/flight": self._flight,
         }
         self._of_one: dict[str, Answer] = dict.fromkeys(HEALTH, self._health)
@@ -79,20 +86,39 @@ class AllFronts:
             handler = _through(made, handler)
         if is_of_a_front(request):
             return await handler(request)
+        models, group = self._fronts.models, self._fronts.numbers
+        if models.has_several and is_for_a_model(request, path):
+            name = await model_in(request, self._fronts.config)
+            group = models.group_of(name)
+            if self._fronts.number not in group:
+                group = models.ready(group, name)
         key = request.headers.get(KEY_HEADER, "")
         if KEY.fullmatch(key) and request.match_info.handler in self._keeping:
-            keeper = self._fronts.keeper_of(request[OWNER], key)
+            keeper = self._fronts.keeper_of(request[OWNER], key, group)
             if keeper == self._fronts.number:
                 return await handler(request)
             await read_ahead(request, self._fronts.config)  # within the limits of size and time
             return await self._fronts.pass_on(request, keeper)
+        if self._fronts.number not in group:
+            return await self._fronts.pass_on(request, group[self._turn(len(group))])
         if path.startswith(RESPONSES):
             owner = self._fronts.owner_of(request.match_info["id"].removeprefix("resp_"))
             return await (handler(request) if owner is None else self._fronts.pass_on(request, owner))
+        if models.has_several and "model" in request.query and request.method in ("GET", "HEAD"):
+            name = request.query["model"]
+            group = models.ready(models.group_of(name), name)
+            is_own = self._fronts.number in group
+            return await (handler(request) if is_own else self._of_front(request, group[self._turn(len(group))]))
         if "front" in request.query and request.method in ("GET", "HEAD"):
             most = len(self._fronts.numbers) - 1
             front = whole_number(request, "front", self._fronts.number, least=0, most=most)
             return await (handler(request) if front == self._fronts.number else self._of_front(request, front))
+        if models.has_several and path == MODEL:
+            group = models.group_of(request.match_info["id"])
+            is_own = self._fronts.number in group
+            return await (handler(request) if is_own else self._of_front(request, group[0]))
+        if models.has_several and path.startswith(ENGINES):
+            return await self._found(request, handler, "not_found")
         if path.startswith("/v1/requests/"):
             return await self._found(request, handler)
         made = self._of_all.get(path)
@@ -114,12 +140,14 @@ class AllFronts:
                 await peer.release()
         return peer.response
 
-    async def _found(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """By an id that a client may have chosen: the first front that knows it answers."""
+    async def _found(
+        self, request: web.Request, handler: Handler, unknown: str = "request_not_found"
+    ) -> web.StreamResponse:
+        """By an id that a client may have chosen: the first front that knows it answers. `unknown`: the error else."""
         try:
             return await handler(request)
         except ApiError as error:
-            if error.code != "request_not_found":
+            if error.code != unknown:
                 raise
             away: web.Response | None = None
             for front in self._others():
@@ -194,6 +222,32 @@ class AllFronts:
             if body["has_more"]:
                 return _page(rows, front << FRONT_BITS | body["next_cursor"])
         return _page(rows, None)
+
+    async def _models(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The models of all fronts, where they have different ones."""
+        _, body = await _json_of(request, handler)
+        known = {row["id"] for row in body["data"]}
+        for front in self._others() if self._fronts.models.has_several else []:
+            status, other = await self._fronts.answer_of(request, front)
+            for row in other["data"] if status == 200 else []:
+                if row["id"] not in known:
+                    known.add(row["id"])
+                    body["data"].append(row)
+        return answer(body)
+
+    async def _reset(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """One front of each model tells its engines."""
+        _, body = await _json_of(request, handler)
+        models = self._fronts.models
+        for name in models.names:
+            if self._fronts.number not in (group := models.group_of(name)):
+                status, other = await self._fronts.answer_of(request, models.ready(group, name)[0])
+                body["freed_blocks"] += other["freed_blocks"] if status == 200 else 0
+        return answer(body)
+
+    def _turn(self, count: int) -> int:
+        """One after the other of so many."""
+        return next(self._turns) % count
 
     async def _flight(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Each front writes a file."""

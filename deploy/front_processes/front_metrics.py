@@ -32,6 +32,8 @@ HIGHEST = frozenset(  # gauges of which the highest counts
     {"millrace:channel_high_water", "millrace:channel_capacity", "vllm:lora_requests_info", "millrace:split_percent"}
     | {"millrace:shadow_percent"}
 )
+LONGEST = frozenset({"millrace:startup_seconds"})  # of several models
+OF_AN_ENGINE = "millrace:engine_"  # beginning of families with a value for each engine
 HEALTH = "millrace:health"
 WORST_FIRST = ("dead", "stalled", "draining", "loading", "ready")  # states of health
 GROWING = ("counter", "histogram")
@@ -67,19 +69,20 @@ def add_ended(ended: bytes, data: bytes) -> bytes:
 
 def rendered(fronts: Mapping[int, bytes], ended: bytes, states: Iterable[FrontState]) -> bytes:
     """The exposition in Prometheus' text format, for all fronts."""
+    every = list(states)
+    models = {state.number: state.models[0] for state in every if state.models}
     registry = CollectorRegistry()
-    registry.register(_Collector([*summed(fronts, ended), *_of_fronts(states)]))
+    registry.register(_Collector([*summed(fronts, ended, models), *_of_fronts(every)]))
     return generate_latest(registry)
 
 
-def summed(fronts: Mapping[int, bytes], ended: bytes) -> Iterator[Metric]:
-    """The families of all fronts, in the order of the first."""
-    total: Families = {}
-    for _, data in sorted(fronts.items()):
-        for name, (kind, text, samples) in _read(data).items():
-            for most in (False, True):
-                part = {key: value for key, value in samples.items() if _is_highest(name, key) is most}
-                _add(total, name, kind, text, part, most=most)
+def summed(fronts: Mapping[int, bytes], ended: bytes, models: Mapping[int, str] | None = None) -> Iterator[Metric]:
+    """The families of all fronts, in the order of the first. `models`: of each front, if there are several."""
+    groups: dict[str, list[bytes]] = {}
+    for number, data in sorted(fronts.items()):
+        groups.setdefault((models or {}).get(number, ""), []).append(data)
+    by_model = {model: _of_one_model(some) for model, some in groups.items()}
+    total = _of_models(by_model) if len(by_model) > 1 else next(iter(by_model.values()), {})
     for name, (kind, text, samples) in _read(ended).items():
         _add(total, name, kind, text, samples, most=False)
     for name, (kind, text, samples) in total.items():
@@ -89,6 +92,33 @@ def summed(fronts: Mapping[int, bytes], ended: bytes) -> Iterator[Metric]:
         for (sample, labels), value in samples.items():
             family.add_sample(sample, dict(labels), value)
         yield family
+
+
+def _of_one_model(fronts: Iterable[bytes]) -> Families:
+    """Of fronts with the same engines: what each counts is added up, and what engines tell is not."""
+    total: Families = {}
+    for data in fronts:
+        for name, (kind, text, samples) in _read(data).items():
+            for most in (False, True):
+                part = {key: value for key, value in samples.items() if _is_highest(name, key) is most}
+                _add(total, name, kind, text, part, most=most)
+    return total
+
+
+def _of_models(by_model: Mapping[str, Families]) -> Families:
+    """Of models with engines of their own, which are numbered in each: engine 0 of a is `a/0`."""
+    total: Families = {}
+    for model, families in by_model.items():
+        for name, (kind, text, samples) in families.items():
+            if name.startswith(OF_AN_ENGINE):
+                samples = {_of_model(key, model): value for key, value in samples.items()}
+            _add(total, name, kind, text, samples, most=name in HIGHEST or name in LONGEST)
+    return total
+
+
+def _of_model(key: Key, model: str) -> Key:
+    sample, labels = key
+    return sample, tuple((name, f"{model}/{value}" if name == "engine" else value) for name, value in labels)
 
 
 class _Collector:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from ..metrics.metrics import Metrics
 from ..websocket.peer import GOING_AWAY, NORMAL
 from .front_member import FrontMember
 from .front_metrics import packed
+from .models import ModelFronts
 from .sockets import front_path, listen_at
 
 MARK_CHARS = 2  # at the beginning of what is random in an id: the front's number, in hexadecimal
@@ -115,7 +116,15 @@ class OtherFronts:
     @property
     def states(self) -> list[dict[str, Any]]:
         names = ("number", "pid", "state", "reason", "num_restarts")
-        return [{name: getattr(state, name) for name in names} for state in self.member.states]
+        return [
+            {name: getattr(state, name) for name in names} | {"models": list(state.models)}
+            for state in self.member.states
+        ]
+
+    @property
+    def models(self) -> ModelFronts:
+        """Which front has which model."""
+        return ModelFronts(self.member.states)
 
     def tell_traffic(self, rules: TrafficRules) -> None:
         self.member.tell_traffic(rules)
@@ -124,10 +133,10 @@ class OtherFronts:
         number = number_of(marked)
         return number if number in self.numbers[1:] else None
 
-    def keeper_of(self, owner: str, key: str) -> int:
-        """The front that keeps the answer to the requests with this `Idempotency-Key`: the same, asked anywhere."""
+    def keeper_of(self, owner: str, key: str, group: Sequence[int]) -> int:
+        """The front of a group that keeps the answer to the requests with this `Idempotency-Key`, asked anywhere."""
         digest = hashlib.sha256(f"{owner}\0{key}".encode("utf-8", "surrogateescape")).digest()
-        return int.from_bytes(digest[:8], "big") % self.config.front_processes
+        return sorted(group)[int.from_bytes(digest[:8], "big") % len(group)]
 
     # -- passing
 

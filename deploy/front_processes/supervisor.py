@@ -59,6 +59,11 @@ class ServerPlan:
     fleet_key_file: str | None = None
     fleet_tls: Sequence[str] = ()  # certificate, key and authorities; (): links are not encrypted
     traffic: TrafficRules = field(default_factory=TrafficRules)
+    models: Mapping[str, Sequence[str]] = field(default_factory=dict)  # name -> its engines; {}: all have one model
+
+    def model_of(self, number: int) -> str | None:
+        """The model of a front: fronts take turns. None: there is one model, whatever it is called."""
+        return list(self.models)[number % len(self.models)] if self.models else None
 
 
 class Supervisor:
@@ -191,20 +196,27 @@ class Supervisor:
             )
 
     def _front_setup(self, number: int, engines: Sequence[str]) -> Sequence[Any]:
+        model = self.plan.model_of(number)
+        names = self.plan.server_config.served_model_name if model is None else (model,)
         setup = FrontSetup(
             number=number,
             folder=str(self._require_folder()),
             engine_config=replace(self.plan.engine_config, data_parallel_size=1),
             server_config=replace(
-                self.plan.server_config, port=self.port, api_key_file=None, admin_key_file=None
+                self.plan.server_config,
+                port=self.port,
+                api_key_file=None,
+                admin_key_file=None,
+                served_model_name=names,
             ),  # the keys were read
             sources=dict(self.plan.sources),
-            engines=tuple(engines),
+            engines=tuple(engines if model is None else self.plan.models[model]),
             fleet_key_file=self.plan.fleet_key_file,
             fleet_tls=self.plan.fleet_tls,
             prefix_key=None if self.plan.engines else self._prefix_key,
             created=self._created,
             traffic=self._traffic,
+            model=model or "",
             is_successor=self.fronts[number].was_ready,
         )
         return [setup, self._states()]
@@ -230,7 +242,9 @@ class Supervisor:
     def _from_front(self, number: int, word: Any) -> None:
         match word:
             case FrontReady():
-                self.models, self.model_impl = word.models, word.model_impl
+                own = self.plan.model_of(number)
+                self.models = list(self.plan.models) if own is not None else word.models
+                self.model_impl = word.model_impl
                 self.fronts[number].note_ready()
             case MetricsTaken():
                 self._metrics.take(number, word)
@@ -256,10 +270,14 @@ class Supervisor:
 
     def _states(self) -> FleetStates:
         fronts = [
-            FrontState(number, slot.pid, slot.state, slot.reason, slot.num_restarts)
+            FrontState(number, slot.pid, slot.state, slot.reason, slot.num_restarts, self._models_of(number))
             for number, slot in enumerate(self.fronts)
         ]
         return FleetStates(fronts, has_engines=all(slot.was_ready for slot in self.cores))
+
+    def _models_of(self, number: int) -> Sequence[str]:
+        model = self.plan.model_of(number)
+        return () if model is None else (model,)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():

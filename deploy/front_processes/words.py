@@ -56,6 +56,7 @@ class FrontSetup:
     prefix_key: bytes | None  # what the engines name their blocks by; None: as the fleet's key says
     created: int  # Unix time of the server's start, the same in all fronts
     traffic: TrafficSettings
+    model: str  # that its engines must serve, of several; "": any
     is_successor: bool  # of a front that has ended: it listens once it is ready, as others take the connections
 
 
@@ -124,6 +125,7 @@ class FrontState:
     state: str  # "loading", "ready" or "stopped"
     reason: str | None  # why it takes no requests; None if it does
     num_restarts: int
+    models: Sequence[str] = ()  # that it serves, where fronts have different ones
 
 
 @message

@@ -107,6 +107,10 @@ class Core(Protocol):
     def choices(self) -> list[dict[str, Any]]:
         """As `Engine.choices`."""
 
+    @property
+    def served_names(self) -> Sequence[str]:
+        """As `Engine.served_names`."""
+
     def warm_prefixes(self) -> list[dict[str, Any]]:
         """As `Engine.warm_prefixes`."""
 

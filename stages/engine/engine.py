@@ -396,6 +396,11 @@ class Engine(ClientApi):
         seconds, and the tokens of the prompt that it had cached."""
         return self.core.choices
 
+    @property
+    def served_names(self) -> Sequence[str]:
+        """The names under which its operators want the model served, of engines elsewhere; (): none."""
+        return self.core.served_names
+
     def warm_prefixes(self) -> list[dict[str, Any]]:
         """The prefixes that the last prompts of a fleet share, as a tree: how many tokens of each every engine has
         cached. It takes milliseconds with many long prompts."""

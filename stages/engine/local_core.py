@@ -137,6 +137,10 @@ class LocalCore:
     def choices(self) -> list[dict[str, Any]]:
         return []
 
+    @property
+    def served_names(self) -> Sequence[str]:
+        return ()
+
     def warm_prefixes(self) -> list[dict[str, Any]]:
         return []
 

@@ -68,8 +68,8 @@ class EngineServer:
     """Loads the model once, and serves the fronts that `take` gets. Call `start`, in the end `aclose`.
 
     `prefix_key` names blocks, the same for all engines that a front routes between; None: no front knows what is
-    cached. Fronts are told `labels`. `ended` is set when the step loop is dead, and `drain_asked` when a front wants
-    the engine to drain.
+    cached. Fronts are told `labels` and `served_names`. `ended` is set when the step loop is dead, and `drain_asked`
+    when a front wants the engine to drain.
     """
 
     def __init__(
@@ -80,12 +80,14 @@ class EngineServer:
         *,
         prefix_key: bytes | None = None,
         labels: Labels | None = None,
+        served_names: Sequence[str] = (),
         link_timeout_s: float | None = LINK_TIMEOUT_S,
     ) -> None:
         check(config)
         self.config, self._env, self._load = config, env, load
         self._prefix_key, self._link_timeout_s = prefix_key, link_timeout_s
         self.labels: Labels = {} if labels is None else labels
+        self.served_names = tuple(served_names)
         self.state: State = "loading"
         self.reason = "the model is loading"
         self.ended = asyncio.Event()
@@ -181,8 +183,9 @@ class EngineServer:
         front.is_welcome = True
         front.wants_keys = setup.prefix_key is not None and setup.prefix_key == self._prefix_key
         front.first_step = setup.first_step - 1 - self._loop.core.schedule.scheduler.last_granted
-        own = (self._info, dict(self.phases.seconds), self._files, self.config, self._instance, self.labels)
-        if not front.post(EngineReady(*own)):
+        facts = (self._info, dict(self.phases.seconds), self._files, self.config)
+        ready = EngineReady(*facts, self._instance, self.labels, self.served_names)
+        if not front.post(ready):
             front.post(NotStarted("VersionError", "the engine is of another version; update it or the front"))
             return front.flush()
         log.info("engine.front_came", front=front.number, num_fronts=len(self.fronts))

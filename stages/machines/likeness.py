@@ -39,6 +39,10 @@ def _problems(first_name: str, name: str, first: EngineReady, found: EngineReady
         advice = (SPLIT if all(one.endswith(WEIGHTS) for one in differing) else ADVICE).format("model")
         what = "another model" if is_same else "other text files"
         yield f"engine {name} has {what} than engine {first_name}: {', '.join(differing)} differ; {advice}"
+    if first.served_names and found.served_names and tuple(first.served_names) != tuple(found.served_names):
+        names = f"engine {name} serves {', '.join(found.served_names)}, and engine {first_name} "
+        advice = "name the model of each, as in --engine MODEL=ADDRESS, or give both the same --served-model-name"
+        yield f"{names}{', '.join(first.served_names)}; {advice}"
     assert first.config is not None and found.config is not None
     pairs = [(one, getattr(first.config, one), getattr(found.config, one)) for one in SETTINGS]
     pairs += [(one, getattr(first.info, one), getattr(found.info, one)) for one in (SAME if is_same else FACTS)]

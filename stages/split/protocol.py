@@ -76,6 +76,7 @@ class EngineReady:
     config: EngineConfig | None = None  # of an engine that has its own settings, whatever the front has
     instance: str = ""  # of the process, drawn at its start, if it goes on after the end of a link; "": it does not
     labels: Mapping[str, str] = field(default_factory=dict)  # what its operator says of it, such as its version
+    served_names: Sequence[str] = ()  # under which fronts serve its model; (): under the model's own
 
 
 @message

@@ -246,6 +246,11 @@ class RemoteCore:
     def choices(self) -> list[dict[str, Any]]:
         return self.processes.choices
 
+    @property
+    def served_names(self) -> Sequence[str]:
+        told = (core.ready.served_names for core in self.processes.cores if core.ready is not None)
+        return next((names for names in told if names), ())
+
     def warm_prefixes(self) -> list[dict[str, Any]]:
         return self.processes.warm_prefixes()
 

@@ -139,7 +139,7 @@ def _router(member: FrontMember, setup: FrontSetup) -> RoutedEngine:
 
     prefix = prefix_key(key) if setup.prefix_key is None else setup.prefix_key
     members, timeout_s = Members(sources, make_peer), setup.server_config.link_timeout_s
-    return RoutedEngine(setup.engine_config, members, prefix, timeout_s, traffic_of(setup.traffic))
+    return RoutedEngine(setup.engine_config, members, prefix, timeout_s, traffic_of(setup.traffic), setup.model)
 
 
 def _source(index: int, text: str) -> EngineSource:

@@ -7,17 +7,20 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ....runtime.env.log import configure, get_logger
 from ....runtime.env.loops import loop_factory, until_any_is_set
 from ....runtime.env.service_manager import ServiceManager
 from ....stages.config import EngineConfig
+from ....stages.errors import ConfigError
 from ....stages.traffic.traffic_rules import TrafficRules
 from ...config import ServerConfig
 from ...front_processes.check import check
 from ...front_processes.supervisor import ServerPlan, Supervisor
 from .. import standard_streams
-from ..machines.addresses import parse_source, read_key, read_tls, tls_files
+from ..machines.addresses import engines_by_model, parse_source, read_key, read_tls, tls_files
 from ..serve import STOP_S, StopSignals, check_limits, log_notes
 
 FRONT, CORE = "millrace.deploy.cli.fronts.front_process", "millrace.deploy.cli.fronts.core_process"
@@ -32,6 +35,13 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     key_file = getattr(options, "fleet_key_file", None)
     configure(server_config.log_format, server_config.log_level, with_error_messages=server_config.log_error_messages)
     log_notes(options)
+    if len(models := engines_by_model(engines)) > 1:
+        engines = [text for some in models.values() for text in some]
+        server_config = _for_models(list(models), engine_config, server_config)
+    else:
+        engines = next(iter(models.values()), engines)
+        names = server_config.served_model_name or tuple(models)
+        models, server_config = {}, replace(server_config, served_model_name=names)
     check(engine_config, server_config, has_engines=bool(engines))
     for text in engines:
         parse_source(text)
@@ -49,9 +59,20 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
         fleet_key_file=None if key_file is None else str(key_file),
         fleet_tls=() if tls is None else tuple(map(str, (tls.cert, tls.key, tls.ca))),
         traffic=traffic,
+        models=models,
     )
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_supervise(plan))
+
+
+def _for_models(models: Sequence[str], engine: EngineConfig, server: ServerConfig) -> ServerConfig:
+    """The settings for fronts of several models, each with `front_processes` of them. Raises `ConfigError`."""
+    of_one = {"model": engine.model, "tokenizer": engine.tokenizer, "served_model_name": server.served_model_name}
+    for name, value in of_one.items():
+        if value:
+            named = ", ".join(models)
+            raise ConfigError(f"{name} = {value}: is of one model, and --engine names {named}; leave it out")
+    return replace(server, front_processes=len(models) * server.front_processes)
 
 
 async def _supervise(plan: ServerPlan) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from ....stages.errors import ConfigError
 from ....stages.machines.engine_sources import AddressFile, DnsName, EngineSource, FixedAddress
 
 PREFIX_KEY_BYTES = 16
+MODEL_NAME = re.compile(r"[A-Za-z0-9][\w./:-]{0,127}", re.ASCII)
 
 
 def parse_address(flag: str, text: str) -> tuple[str, int]:
@@ -35,6 +38,24 @@ def parse_source(text: str) -> EngineSource:
     if kind == "dns" and rest:
         return DnsName(text, *parse_address("--engine dns:", rest))
     return FixedAddress(text, parse_address("--engine", text))
+
+
+def engines_by_model(texts: Sequence[str]) -> dict[str, list[str]]:
+    """What names engines, by the model that MODEL=ADDRESS says. {}: none says one. Raises `ConfigError`."""
+    models: dict[str, list[str]] = {}
+    unnamed: list[str] = []
+    for text in texts:
+        name, equals, address = text.partition("=")
+        if not equals or text.startswith(("file:", "dns:")):
+            unnamed.append(text)
+            continue
+        if not MODEL_NAME.fullmatch(name):
+            message = "a model's name begins with a letter or digit, and has up to 128 of these and of . _ / : -"
+            raise ConfigError(f"--engine {text}: {message}")
+        models.setdefault(name, []).append(address)
+    if models and unnamed:
+        raise ConfigError(f"--engine {unnamed[0]}: names no model, and others do; write MODEL={unnamed[0]}")
+    return models
 
 
 def read_key(path: Path | None) -> FleetKey | None:

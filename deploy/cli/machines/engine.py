@@ -62,7 +62,12 @@ async def _live(
     manager = ServiceManager.take(os.environ)
     env = LiveEnv(config.seed)
     engine = EngineServer(
-        config, env, prefix_key=prefix_key(key), labels=labels, link_timeout_s=server_config.link_timeout_s
+        config,
+        env,
+        prefix_key=prefix_key(key),
+        labels=labels,
+        served_names=server_config.served_model_name,
+        link_timeout_s=server_config.link_timeout_s,
     )
     listener = _listener(address, key, tls, engine)
     config.check_files()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -17,10 +19,11 @@ from ....stages.machines.engine_sources import certified_name
 from ....stages.machines.membership import Members
 from ....stages.machines.route_engine import RouteEngine, front_config
 from ....stages.split.process_client import EngineDied
+from ....stages.split.protocol import EngineReady
 from ....stages.traffic.traffic_rules import TrafficRules
 from ...config import ServerConfig
 from ..serve import run_with
-from .addresses import parse_source, prefix_key, read_key, read_tls, tls_files
+from .addresses import engines_by_model, parse_source, prefix_key, read_key, read_tls, tls_files
 
 log = get_logger("millrace.deploy")
 
@@ -29,13 +32,18 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     """Runs the command. 0 after a stop by signal, even if requests were cut short."""
     key = read_key(options.fleet_key_file)
     tls = read_tls(tls_files(options.fleet_tls_cert, options.fleet_tls_key, options.fleet_tls_ca), "dialer")
-    sources = [parse_source(text) for text in options.engine]
+    models = engines_by_model(options.engine)
+    named = next(iter(models), "")
+    sources = [parse_source(text) for text in models.get(named, options.engine)]
+    if named:
+        server_config = replace(server_config, served_model_name=server_config.served_model_name or (named,))
     if server_config.mode != "auto":
         raise ConfigError(f"mode = {server_config.mode}: the engines of a front are processes elsewhere; leave it out")
     traffic = TrafficRules.parse(options.split, options.shadow)
     members = Members(sources, lambda address: TcpPeer(address, key, tls, partial(certified_name, sources, address)))
     timeout_s, prefix = server_config.link_timeout_s, prefix_key(key)
     fleet: dict[str, Any] = {"members": members, "prefix_key": prefix, "link_timeout_s": timeout_s, "traffic": traffic}
+    fleet["model"] = named
     make_engine = partial(RoutedEngine, **fleet)
     return run_with(options, engine_config, server_config, make_engine)
 
@@ -50,7 +58,10 @@ class RoutedEngine:
         prefix_key: bytes | None,
         link_timeout_s: float | None,
         traffic: TrafficRules | None = None,
+        model: str = "",
     ) -> None:
+        """`model`: the name that its engines must serve, if they say names; "": any."""
+        self._model = model
         self._config, self._members, self._prefix_key = config, members, prefix_key
         self._link_timeout_s, self._traffic = link_timeout_s, traffic
         self._engine: RouteEngine | None = None
@@ -65,6 +76,7 @@ class RoutedEngine:
         await self._members.open()
         while True:
             ready = await look_at_first(self._members, self._traffic)
+            self._check_names(ready)
             config = front_config(self._config, ready, len(self._members.peers))
             options: dict[str, Any] = {"link_timeout_s": self._link_timeout_s, "traffic": self._traffic}
             engine = RouteEngine(config, self._members, self._prefix_key, **options)
@@ -75,6 +87,12 @@ class RoutedEngine:
                 continue
             self._engine = engine
             return engine
+
+    def _check_names(self, ready: Sequence[EngineReady]) -> None:
+        for one in ready:
+            if self._model and one.served_names and self._model not in one.served_names:
+                names = ", ".join(one.served_names)
+                raise ConfigError(f"--engine {self._model}=...: an engine there serves {names}, and not {self._model}")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

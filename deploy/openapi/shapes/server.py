@@ -66,6 +66,7 @@ class FrontProcess(Shape):
     state: Literal["loading", "ready", "stopped"]
     reason: str | None
     num_restarts: Count
+    models: list[str]  # where fronts have different ones
 
 
 class Ready(Shape):

@@ -66,13 +66,14 @@ class LocalFronts:
 
 @asynccontextmanager
 async def local_fronts(
-    engines: Sequence[Engine], config: ServerConfig, *, shares_port: bool = False
+    engines: Sequence[Engine], config: ServerConfig, *, shares_port: bool = False, models: Sequence[str] = ()
 ) -> AsyncIterator[LocalFronts]:
-    """Serves started engines, each behind a front."""
+    """Serves started engines, each behind a front, and under a name of its own if there are `models`."""
     config = replace(config, front_processes=len(engines))
     ends: dict[int, SupervisorEnd] = {}
     metrics = KeptMetrics(lambda: ends)
-    states = [FrontState(number, os.getpid(), "ready", None, 0) for number in range(len(engines))]
+    names = [(model,) for model in models] or [()] * len(engines)
+    states = [FrontState(number, os.getpid(), "ready", None, 0, names[number]) for number in range(len(engines))]
     servers: list[Server] = []
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -83,11 +84,12 @@ async def local_fronts(
             member = FrontMember(theirs, ends_process=False)
             member.link.start()
             stack.callback(member.close)
-            fronts = OtherFronts(member, number, folder, config)
-            listening = ListeningSockets.open(config, shares_port=shares_port)
+            own = replace(config, served_model_name=names[number]) if models else config
+            fronts = OtherFronts(member, number, folder, own)
+            listening = ListeningSockets.open(own, shares_port=shares_port)
             if shares_port:
                 config = replace(config, port=listening.port)
-            server = await stack.enter_async_context(Server(config, listening, {}, AllFronts(fronts)))
+            server = await stack.enter_async_context(Server(own, listening, {}, AllFronts(fronts)))
             server.attach(engine)
             stack.callback(member.tell_last_metrics)
             member.tell_metrics(fronts.own_metrics)

@@ -229,3 +229,25 @@ def test_streams_of_two_fronts_on_one_port_go_on_when_an_engine_is_killed(key: P
             until(lambda: all(json.loads(one.page("/health")[1])["requests"] > 3 for one in (a, b)))
             a.process.kill()
             assert [one.result() for one in asked] == due * 2
+
+
+@pytest.mark.skipif(not IS_FULL, reason="MILLRACE_FULL")
+def test_two_models_behind_one_port_are_answered_by_their_own_engines(key: Path) -> None:
+    with EngineCommand(key, more=["--served-model-name", "small"]) as a, EngineCommand(key) as b:
+        for one in (a, b):
+            one.wait_until_ready()
+        flags = [*MILLRACE, "route", "--port", "0", "--fleet-key-file", str(key)]
+        named = ["--engine", f"small={a.address}", "--engine", f"large={b.address}"]
+        with RunningServer(command=[*flags, *named]) as server:
+            assert {row["id"] for row in server.get("/v1/models").json["data"]} == {"small", "large"}
+            for _ in range(4):  # each over a connection of its own, to either front
+                for name in ("small", "large"):
+                    answer = server.post(TEXT, asked(0, 4) | {"model": name})
+                    assert (answer.status, answer.json["model"]) == (200, name)
+            unknown = server.post(TEXT, asked(0, 4) | {"model": "other"})
+            assert unknown.status == 404 and "the models are small, large" in unknown.json["error"]["message"]
+            assert all(json.loads(one.page("/health")[1])["fronts"] == 1 for one in (a, b))
+        wrong = ["--engine", f"large={a.address}", "--engine", f"small={b.address}"]
+        with RunningServer(wait=False, command=[*flags, *wrong]) as server:
+            assert server.process.wait(60.0) == 3
+            assert "an engine there serves small, and not large" in server.errors()

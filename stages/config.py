@@ -66,7 +66,7 @@ class EngineConfig(EngineSettings):
     @property
     def num_ranks(self) -> int:
         """Processes over which one engine computes the model, itself included."""
-        return max(self.tensor_parallel_size, self.pipeline_parallel_size)
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_verified_tokens(self) -> int:
@@ -181,12 +181,9 @@ class EngineConfig(EngineSettings):
         _positive("pipeline_parallel_size", size)
         if size >= MAX_STEPS_IN_FLIGHT:
             raise ConfigError(f"pipeline_parallel_size = {size}: must be at most {MAX_STEPS_IN_FLIGHT - 1}")
-        for name in ("tensor_parallel_size", "emulate_tp"):
-            if getattr(self, name) != 1:
-                raise ConfigError(
-                    f"pipeline_parallel_size = {size} with {name} = {getattr(self, name)}: "
-                    "layers are either dealt over ranks or shared by them; leave out one of the two"
-                )
+        if self.emulate_tp != 1:
+            setting = f"pipeline_parallel_size = {size} with emulate_tp = {self.emulate_tp}"
+            raise ConfigError(f"{setting}: it is for one process; leave out one of the two")
         object.__setattr__(self, "steps_in_flight", max(self.steps_in_flight, size + 1))
 
     def _check_adapters(self) -> None:

@@ -36,6 +36,7 @@ STAGE_FILES_WITH_TORCH = {
     "stages/backends/torch/rank.py",
     "stages/backends/torch/ranks.py",
     "stages/backends/torch/share.py",
+    "stages/backends/torch/share_leader.py",
     "stages/backends/torch/tilings.py",
     "stages/backends/torch/through_transformers.py",
     "stages/device/torch_arrays.py",

@@ -47,7 +47,7 @@ class Decoder:
     with attention plans honour it, and products of few rows are then the library's. `tilings` are the launch options of
     the card; None = all products are the library's, and attention has its own. `adapters` are those that the linears in
     `weights`, or `kernels`, add. `comm` joins the ranks that share a model; `spec` and `weights` are then the rank's
-    share, and only rank 0 gets logits. None = the whole model is here.
+    share, and only rank 0 gets logits: of all ranks, or of a head that is whole there. None = the whole model is here.
     """
 
     runs_kinds: ClassVar[bool] = True  # whether its layers may have blocks of several kinds: see `KVLayout`
@@ -63,9 +63,11 @@ class Decoder:
         tilings: Tilings | None = None,
         adapters: LoraTable | LoraSlots | None = None,
         comm: Comm | None = None,
+        is_head_whole: bool = False,
     ) -> None:
         self.spec = spec
         self.comm = comm
+        self._head_comm = None if is_head_whole else comm
         self.adapters = adapters
         self.weights = weights
         self.kernels = kernels
@@ -135,12 +137,12 @@ class Decoder:
         Written to `out` [L, V], if given.
         """
         head = self.spec.head
-        if out is not None and head.scale == 1.0 and head.soft_cap is None and self.comm is None:
+        if out is not None and head.scale == 1.0 and head.soft_cap is None and self._head_comm is None:
             self.weights.head.write(self.normed(hidden), out)
             return out
         logits = self.weights.head.unrounded(self.normed(hidden))
-        if self.comm is not None:
-            logits = self._gathered(logits, self.comm)
+        if self._head_comm is not None:
+            logits = self._gathered(logits, self._head_comm)
         if head.scale != 1.0:
             logits = logits * head.scale
         if head.soft_cap is not None:

@@ -178,7 +178,8 @@ def load_weights(
     rows, see `EvenLinear`. `free_bytes` is the device's free memory before loading, which limits larger, faster forms;
     None = no limit. `change`: as for `open_source`. `shard`: the share of a rank, of whose decoder `spec_of` has the
     sizes; None = the whole model. `stacks_experts`: see `ExpertStack`; their linears are then of no packed form.
-    `layers`: those of a rank of a pipeline, whose linears have the form that all layers would have; None = all.
+    `layers`: those of a rank of a pipeline, whose linears have the form that all layers would have; None = all. With a
+    `shard` beside them, the head is whole in the first share.
     """
     source, spec = open_source(root, spec, load_format, change)
     loader = _Loader(source, spec, device, dtype, shard, layers)
@@ -206,6 +207,9 @@ class _Loader:
         self.source, self.whole = source, spec
         self.spec = spec if shard is None else spec_of(spec, shard)
         self.cuts: dict[str, Cut] = {} if shard is None else cuts_of(spec, shard)
+        if layers is not None:
+            self.cuts = {name: cut for name, cut in self.cuts.items() if not name.startswith(f"{names.HEAD}.")}
+        self.has_head = self.layers.is_last and (layers is None or shard is None or shard.rank == 0)
         self.shapes = {  # of what is held
             name: self._cut(name).shape(shape)
             for name, shape in expected_shapes(spec).items()
@@ -231,7 +235,7 @@ class _Loader:
             embedding_norm=embedding_norm,
             layers=layers,
             final_norm=self._norm(names.FINAL_NORM, spec.final_norm) if held.is_last else None,
-            head=self._head(embedding) if held.is_last else Linear(nothing),
+            head=self._head(embedding) if self.has_head else Linear(nothing),
             per_layer=None if spec.embedding.per_layer is None else self._per_layer(spec.embedding.per_layer),
         )
 
@@ -242,7 +246,7 @@ class _Loader:
             return shapes
         stem = names.LAYER.partition("*")[0]
         own = tuple(f"{stem}{index}." for index in range(held.begin, held.end))
-        head = names.HEAD if held.is_last else "-"
+        head = names.HEAD if self.has_head else "-"
         ends: tuple[str, ...] = (
             names.EMBEDDING if self._has_embedding else "-",
             head,
@@ -256,7 +260,7 @@ class _Loader:
     def _has_embedding(self) -> bool:
         """Whether the embedding is needed, perhaps for a head that has its numbers."""
         head = self.spec.head
-        return self.layers.is_first or (self.layers.is_last and not (head.exists and not head.is_tied))
+        return self.layers.is_first or (self.has_head and not (head.exists and not head.is_tied))
 
     def _per_layer(self, spec: PerLayerInputs) -> PerLayerWeights:
         return PerLayerWeights(

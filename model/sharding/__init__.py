@@ -4,5 +4,5 @@ Owns: the cut of every tensor and adapter, the split of the layers, and sums, ga
 In: a model's spec, and the rank's number.
 Out: the spec of a rank's share, the rows and columns of each tensor or the range of layers, a `Comm`.
 Imports: `model`'s own files, `model/families`, `model/checkpoint`, `model/lora`.
-Start with: `shard.py` for shares of every layer, `layer_split.py` for ranges of layers.
+Start with: `shard.py` for shares of every layer, `layer_split.py` for ranges of layers, `rank_grid.py` for both.
 """

@@ -42,6 +42,9 @@ class Comm(Protocol):
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Waits for the next tensor of one rank, of the shape and dtype of `x`, which may be overwritten."""
 
+    def part(self, ranks: Sequence[int]) -> Comm:
+        """This rank's end among some ranks, numbered in their order. Each of them calls it once, at the start."""
+
 
 class CommLog:
     """A running number of a rank's calls: equal on two ranks as long as their calls are."""

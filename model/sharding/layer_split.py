@@ -34,29 +34,30 @@ class LayerRange:
 
 def why_not_split(spec: DecoderSpec, size: int) -> str | None:
     """Why the layers cannot be dealt over `size` ranks, with what can; None if they can."""
-    if spec.recurrent_layers:
-        return f"{spec.family} has recurrent layers, whose states ranks of layers do not keep; use 1"
     if not spec.has_one_shape:
         return f"layers of {spec.family} differ in keys and values, which ranks of layers do not keep; use 1"
     if spec.embedding.per_layer is not None:
         return f"layers of {spec.family} read the embedding of each token, which only the first rank has; use 1"
-    if size > (most := len(_cuts(spec)) + 1):
-        shared = ", as layers that share keys and values stay together" if spec.donors else ""
-        return f"{spec.family} has {spec.num_layers} layers, for {most} ranks at most{shared}; use {most} or less"
+    if size > (most := _most_ranges(spec)):
+        why = ", as layers that share keys and values stay together" if spec.donors else ""
+        if most <= len(_cuts(spec)):
+            why = ", as each needs one with attention"
+        ranks, use = ("1 rank", "1") if most == 1 else (f"{most} ranks", f"{most} or less")
+        return f"{spec.family} has {spec.num_layers} layers, for {ranks} at most{why}; use {use}"
     return None
 
 
 def split_layers(spec: DecoderSpec, size: int) -> list[LayerRange]:
     """`size` ranges whose largest has the fewest bytes; the embedding and the output layer count. See `why_not_split`.
 
-    Of equal splits the one whose last ranges are smaller.
+    Each has a layer with attention. Of equal splits the one whose last ranges are smaller.
     """
     sizes = layer_sizes(spec)
     sums = [0]
     for one in sizes:
         sums.append(sums[-1] + one)
     first, last = _ends(spec)
-    count, cuts = len(sizes), _cuts(spec)
+    count, cuts, num_keeping = len(sizes), _cuts(spec), _num_keeping(spec)
 
     def weight(begin: int, end: int) -> int:
         return sums[end] - sums[begin] + (first if begin == 0 else 0) + (last if end == count else 0)
@@ -69,7 +70,7 @@ def split_layers(spec: DecoderSpec, size: int) -> list[LayerRange]:
             ways = [
                 (max(largest, weight(begin, end)), (*edges, end))
                 for begin, (largest, edges) in best.items()
-                if begin < end
+                if num_keeping[begin] < num_keeping[end]
             ]
             if ways:
                 found[end] = min(ways, key=lambda way: (way[0], [-edge for edge in way[1]]))
@@ -127,6 +128,21 @@ def _cuts(spec: DecoderSpec) -> list[int]:
         for edge in range(1, spec.num_layers)
         if not any(donor < edge <= reader for reader, donor in spec.donors.items())
     ]
+
+
+def _num_keeping(spec: DecoderSpec) -> list[int]:
+    """Before each edge between layers, how many keep keys and values, or latents: each rank's cache needs one."""
+    return [sum(layer < edge for layer in spec.kv_layers) for edge in range(spec.num_layers + 1)]
+
+
+def _most_ranges(spec: DecoderSpec) -> int:
+    """The most ranges, each as short as it can be."""
+    num_keeping = _num_keeping(spec)
+    count, begin = 0, 0
+    for edge in [*_cuts(spec), spec.num_layers]:
+        if num_keeping[begin] < num_keeping[edge]:
+            count, begin = count + 1, edge
+    return count
 
 
 def _ends(spec: DecoderSpec) -> tuple[int, int]:

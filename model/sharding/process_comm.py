@@ -32,13 +32,17 @@ class ProcessComm:
     On CPUs sums are made in the order of ranks. On GPUs they are NCCL's, unless `is_ordered`.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, device: torch.device, *, is_ordered: bool = False) -> None:
+    def __init__(
+        self, folder: Path, rank: int, size: int, device: torch.device, *, is_ordered: bool = False, name: str = "ranks"
+    ) -> None:
+        """`name`: a file of the folder, of these ranks alone."""
         self.rank, self.size, self.log = rank, size, CommLog()
+        self._folder, self._device = folder, device
         self._is_gpu = device.type != "cpu"
         self._sent: dict[int, deque[tuple[Any, Tensor]]] = {}  # by rank: not known to be received
         self._counts: dict[tuple[str, int], int] = {}
         self._is_ordered = is_ordered or not self._is_gpu
-        store = distributed.PrefixStore("millrace", distributed.FileStore(os.fspath(folder / "ranks"), size))
+        store = distributed.PrefixStore("millrace", distributed.FileStore(os.fspath(folder / name), size))
         self._group: Any = _gloo(store, rank, size) if device.type == "cpu" else _nccl(store, rank, size)
 
     def sum(self, partial: Tensor) -> Tensor:
@@ -74,6 +78,11 @@ class ProcessComm:
         x = x.contiguous()
         self._ended(self._group.recv([x], source, self._tag("from", source)), f"receive from rank {source}")
         return x
+
+    def part(self, ranks: Sequence[int]) -> ProcessComm:
+        name = "-".join(["ranks", *map(str, ranks)])
+        own = ranks.index(self.rank), len(ranks), self._device
+        return ProcessComm(self._folder, *own, is_ordered=self._is_ordered, name=name)
 
     def _tag(self, way: str, rank: int) -> int:
         """A number for each tensor between two ranks, the same on both."""

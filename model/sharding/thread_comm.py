@@ -23,6 +23,7 @@ class ThreadGroup:
         self._given: list[tuple[str, Tensor] | None] = [None] * size
         self._sent: dict[tuple[int, int], deque[Tensor]] = {}  # by source and destination: not received yet
         self._changed = threading.Condition()
+        self._parts: dict[tuple[int, ...], ThreadGroup] = {}  # by their ranks
 
     def comm(self, rank: int) -> ThreadComm:
         """The end of a rank, for its thread."""
@@ -32,7 +33,18 @@ class ThreadGroup:
         """Makes every call of every rank raise `CommLost` from now on."""
         self._barrier.abort()
         with self._changed:
+            parts = list(self._parts.values())
             self._changed.notify_all()
+        for part in parts:
+            part.end()
+
+    def part(self, ranks: Sequence[int]) -> ThreadGroup:
+        """The group of some ranks."""
+        with self._changed:
+            group = self._parts.setdefault(tuple(ranks), ThreadGroup(len(ranks)))
+        if self._barrier.broken:
+            group.end()
+        return group
 
     def send(self, x: Tensor, source: int, to: int) -> None:
         """See `Comm`."""
@@ -96,6 +108,9 @@ class ThreadComm:
 
     def receive(self, x: Tensor, source: int) -> Tensor:
         return self._group.receive(source, self.rank)
+
+    def part(self, ranks: Sequence[int]) -> ThreadComm:
+        return self._group.part(ranks).comm(ranks.index(self.rank))
 
     def _exchange(self, call: str, x: Tensor, then: Callable[[Sequence[Tensor]], T]) -> T:
         self.log.note(call, x)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...kernels.layout.state_layout import StateLayout
 from ...runtime.processes.order_line import order_codec
 from ..config import EngineConfig
 
@@ -60,10 +61,11 @@ class MeasureScales:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MakeCache:
-    """Make a KV cache."""
+    """Make a KV cache, and memory for the states of recurrent layers, on the host too."""
 
     num_blocks: int
     is_block_major: bool
+    states: StateLayout | None = None  # of a model with recurrent layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +86,10 @@ class TableChanges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOrder:
-    """Compute a step; the arrays are those of `StepInputs`. `adapters` are the adapter slots of its tokens."""
+    """Compute a step; the arrays are those of `StepInputs`. `adapters` are the adapter slots of its tokens.
+
+    `slots` are those of its sequences, of a model with recurrent layers.
+    """
 
     input_ids: Longs
     positions: Longs
@@ -96,6 +101,7 @@ class StepOrder:
     num_decode: int
     has_logits: bool  # False: hidden states only
     adapters: Longs | None
+    slots: Longs | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,11 +113,12 @@ class LogitsOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyOrder:
-    """Copy whole blocks: "fork" on the device, "out" to the host, "in" from it."""
+    """Copy whole blocks, or states of recurrent layers: "fork" on the device, "out" to the host, "in" from it."""
 
     kind: str
     sources: Longs
     destinations: Longs
+    is_states: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +146,7 @@ class FreeMemory:
 CODEC = order_codec(
     [
         *(RankSetup, EngineConfig, JoinRanks, FirstSum, MakeDecoder, MeasureScales, MakeCache, MakeHostBlocks),
-        *(StepOrder, TableChanges, LogitsOrder, CopyOrder, AdapterPart, WeightBytes, FreeMemory),
+        *(StateLayout, StepOrder, TableChanges, LogitsOrder, CopyOrder, AdapterPart, WeightBytes, FreeMemory),
     ]
 )
 

@@ -5,5 +5,5 @@ In: the checkpoint's folder and the settings.
 Out: `Backend`, whose runner turns grants into logits.
 Imports: the root of `stages`, `runtime`, `model`, `kernels`, `device`, `execute`, `sample`, `backends`,
 `backends/cuda`.
-Start with: `loading.py`.
+Start with: `loading.py`; `leading.py` and `rank.py` are the two ends of a model over several ranks.
 """

@@ -45,8 +45,9 @@ from ..rates import largest_grant, with_tables
 from ..recurrent_settings import state_layout
 from .kv_dtype import kv_dtype_of, kv_scales_of
 from .layer_leader import LastLayers
-from .leading import LeadingAdapters, LeadingDecoder
+from .leading import LeadingDecoder
 from .pipeline_runner import PipelineRunner
+from .share_leader import FirstShare, LeadingAdapters
 
 if TYPE_CHECKING:
     from ....model.fallback.transformers_decoder import TransformersDecoder  # which imports transformers
@@ -106,13 +107,14 @@ def make_runner(
     `states`: of a decoder with recurrent layers.
     """
     dtype = kv_dtype_of(config, decoder.dtype)
-    leader = decoder.leader if isinstance(decoder, LeadingDecoder) else None
+    sharing = decoder.sharing if isinstance(decoder, FirstShare) else None
     measure = partial(kv_scales_of, config, decoder)
-    scales = measure() if leader is None or config.kv_cache_dtype != "fp8" else leader.measure_scales(measure)
+    scales = measure() if sharing is None or config.kv_cache_dtype != "fp8" else sharing.measure_scales(measure)
     sizes = (shape, blocks, config.block_size)
-    make_cache = decoder.leader.make_cache if isinstance(decoder, (LeadingDecoder, LastLayers)) else KVCache
+    make_cache = decoder.leader.make_cache if isinstance(decoder, LeadingDecoder) else KVCache
     options: dict[str, Any] = {"is_block_major": is_block_major, "layout": layout}
-    found = None if states is None else RecurrentStates(shape, states, decoder.dtype, decoder.device, decoder.kernels)
+    held = decoder.spec if isinstance(decoder, LastLayers) else shape  # the layers that are here
+    found = None if states is None else RecurrentStates(held, states, decoder.dtype, decoder.device, decoder.kernels)
     if found is not None:
         options["states"] = found
     cache = make_cache(*sizes, dtype, decoder.device, decoder.kernels, scales, **options)
@@ -120,10 +122,10 @@ def make_runner(
     pooler = Pooler(torch.zeros(config.max_num_seqs, shape.hidden_size, device=decoder.device))
     width, num_short = -(-max_model_len // config.block_size), short_length(shape.ropes, max_model_len)
     adapters = getattr(decoder, "adapters", None)  # none of a decoder through transformers
-    if leader is not None and adapters is not None:
-        adapters = LeadingAdapters(leader, adapters)
+    if sharing is not None and adapters is not None:
+        adapters = LeadingAdapters(sharing, adapters)
     if isinstance(decoder, LastLayers):
-        return PipelineRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short, adapters)
+        return PipelineRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short, adapters, found)
     return ModelRunner(decoder, cache, last_tokens, width, host_blocks, pooler, num_short, adapters, found)
 
 
@@ -178,7 +180,9 @@ def _sizing(
             shape,
             weights=weights * size,
             num_positions=max_model_len,
-            activations=lambda length: step_bytes(length) * size + recurrent_copies(shape, config.max_num_seqs),
+            activations=lambda length: (
+                step_bytes(length) * size + config.num_ranks * recurrent_copies(shape, config.max_num_seqs)
+            ),
             bytes_per_block=bytes_per_block * size,
             host_blocks=host_blocks,
             adapters=_adapter_bytes(config, shape, decoder) * size,
@@ -210,8 +214,8 @@ def _sizing_on_gpu(
         ) from None
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(decoder.device)
-    if isinstance(decoder, LeadingDecoder):
-        free = min(free, decoder.leader.free_bytes())
+    if isinstance(decoder, FirstShare):
+        free = min(free, decoder.sharing.free_bytes())
     adapters = getattr(decoder, "adapters", None)
     slots = adapters.num_bytes if isinstance(adapters, LoraSlots) else 0  # allocated already
     loaded = weights + tables_bytes(shape, max_model_len) + slots

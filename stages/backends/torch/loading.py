@@ -23,6 +23,7 @@ from ....model.decoder.lora_linear import LoraTable
 from ....model.decoder.lora_slots import LoraSlots
 from ....model.decoder.weights import DecoderWeights, load_weights
 from ....model.sharding.layer_split import split_layers
+from ....model.sharding.rank_grid import RankGrid
 from ....model.sharding.shard import RankShare, spec_of
 from ....model.spec import DecoderSpec
 from ....runtime.device_streams.interface import DeviceStreams
@@ -50,9 +51,10 @@ from ..weights_fit import WeightsFit, bytes_kept, least_cache_bytes, smaller_for
 from .fitted_runner import backend_name, fit_runner, free_bytes, most_rows_of
 from .kv_dtype import check_kv_dtype
 from .layer_leader import LayerLeader
-from .leading import RankLeader
+from .leading import Leader
 from .ranks import StartingRanks, check_ranks, probe_ranks, ranks_not_started
 from .share import load_share, with_adapter_places
+from .share_leader import ShareLeader
 from .tilings import log_products, tilings_of
 
 if TYPE_CHECKING:
@@ -60,8 +62,6 @@ if TYPE_CHECKING:
     from ..cuda.build import AsyncRuntime
 
     TorchDecoder = Decoder | TransformersDecoder
-
-Lead = Callable[..., RankLeader | LayerLeader]
 
 log = get_logger("millrace.stages")
 
@@ -128,17 +128,20 @@ def _load_over_ranks(
 ) -> Backend:
     """As `load_on_torch`, with a share of the model here and the others on other ranks. Steps are waited for."""
     check_ranks(config, shape, device)
-    ranges = split_layers(shape, config.num_ranks) if config.pipeline_parallel_size > 1 else None
+    if shape.recurrent_layers:
+        config = _for_states(config, shape, device)
+    grid = RankGrid(config.pipeline_parallel_size, config.tensor_parallel_size)
+    ranges = split_layers(shape, grid.num_ranges) if grid.num_ranges > 1 else None
     own = None if ranges is None else ranges[-1]
-    lead: Lead = RankLeader if ranges is None else partial(LayerLeader, ranges)
+    lead: Callable[..., Leader] = ShareLeader if ranges is None else partial(LayerLeader, ranges, grid)
     _check_fit(config, shape, torch_dtype(config, shape.dtype), max_model_len, device, free_bytes(config, device))
     tilings = tilings_of(config, device, kernels.name)
     phases.progress.begin("read")
     with phases("weights"):
         starting = StartingRanks(config, root, shape, device, threads, ranges)
         try:
-            rank0 = RankShare(0, config.tensor_parallel_size)
-            spec, parts, options = load_share(config, root, shape, rank0, device, kernels, phases.progress, own)
+            share = grid.share_of(0)
+            spec, parts, options = load_share(config, root, shape, share, device, kernels, phases.progress, own)
         except BaseException:
             starting.close()
             raise
@@ -151,7 +154,7 @@ def _load_over_ranks(
             raise
     try:
         make_decoder = partial(leader.make_decoder, spec, *parts, tilings=tilings, **options)
-        sized = spec if ranges is None else shape  # blocks are of all layers
+        sized = shape if share.size == 1 else spec_of(shape, share)  # blocks are of all layers
         backend = make_backend(config, sized, make_decoder, max_model_len, device, kernels, phases)
         log_products(tilings, backend.runner.decoder)
         if backend.rates is None:  # from which the time of a step is expected

@@ -17,20 +17,19 @@ from numpy.typing import NDArray
 
 from ....model.decoder.step_inputs import StepInputs
 from ....model.lora.adapter import Adapter
-from ....model.sharding.layer_split import adapter_of_layers
 from ....runtime.processes.order_line import LineEnded
 from ....runtime.workers.ahead_thread import AheadThread
 from ...device.arrays import Array
 from ...device.pooler import Pooler
 from ...device.scored_prompts import LogitsWithPrompts, ScoredChunk
-from ...execute.model_runner import AdapterTable, KVCacheProtocol, ModelRunner
+from ...execute.model_runner import AdapterTable, KVCacheProtocol, ModelRunner, StatesProtocol
 from ...executor.orders import CopyOrder, SentTables
-from ...messages import BlockCopy, Direction, Started, StepGrant
+from ...messages import STATES, BlockCopy, Direction, Started, StepGrant
 from .layer_leader import LastLayers
-from .leading import step_order
+from .leading import about_step, step_order
 
 Longs = NDArray[np.int64]
-KINDS = {Direction.OUT: "out", Direction.IN: "in", Direction.FORK: "fork"}  # of copies
+KINDS = {Direction.OUT: "out", Direction.IN: "in", Direction.FORK: "fork", Direction.SAVE: "fork"}  # of copies
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +38,7 @@ class OrderedStep:
 
     grant: StepGrant
     copies: list[tuple[int, BlockCopy]] = field(default_factory=list)  # with the numbers of their orders
+    saves: list[tuple[int, BlockCopy]] = field(default_factory=list)  # the same, behind the step
     loads: list[tuple[int, str, Adapter]] = field(default_factory=list)  # slot, digest
     number: int | None = None  # of its order; None: it has no rows, or no order was sent
     inputs: StepInputs[Any] | None = None
@@ -79,13 +79,14 @@ class PipelineRunner(ModelRunner):
         pooler: Pooler,
         short_length: int,
         adapters: AdapterTable | None,
+        states: StatesProtocol | None = None,
     ) -> None:
         """As of `ModelRunner`. The thread ends with the line of `decoder.leader`."""
         leader = self._leader = decoder.leader
         self._layers, self._own_adapters, self._token_slots = decoder, adapters, TokenSlots()
         ordered = None if adapters is None else self._token_slots
         sizes = (max_blocks_per_slot, num_host_blocks, pooler, short_length)
-        super().__init__(decoder, cache, last_tokens, *sizes, ordered)
+        super().__init__(decoder, cache, last_tokens, *sizes, ordered, states)
         self._sent_tables = SentTables()
         self._now: OrderedStep | None = None  # being ordered
         self._orders = AheadThread("millrace-pipeline", self._ordered)
@@ -112,19 +113,24 @@ class PipelineRunner(ModelRunner):
             raise step.error
         for started in step.grant.started:
             super()._start_pooling(started)
-        for number, copy in step.copies:
-            with self._obeying(number):
-                self._copy(copy)
+        self._copy_all(step.copies)
         for slot, digest, adapter in step.loads:
             with self._noting_failure(step.grant.step, digest):
                 assert self._own_adapters is not None
                 self._own_adapters.load(slot, adapter)
-        if step.number is None or step.inputs is None:
-            return self._upload(np.zeros((0, 0), np.float32))
-        if self._own_adapters is not None:
-            self._own_adapters.begin_step(step.adapter_slots)
-        with self._obeying(step.number):
-            return self.run(step.grant, step.inputs, step.runs)
+        found: Array | LogitsWithPrompts = self._upload(np.zeros((0, 0), np.float32))
+        if step.number is not None and step.inputs is not None:
+            if self._own_adapters is not None:
+                self._own_adapters.begin_step(step.adapter_slots)
+            with self._obeying(step.number):
+                found = self.run(step.grant, step.inputs, step.runs)
+        self._copy_all(step.saves)
+        return found
+
+    def _copy_all(self, ordered: Sequence[tuple[int, BlockCopy]]) -> None:
+        for number, copy in ordered:
+            with self._obeying(number):
+                self._copy(copy)
 
     def _skip(self, step: OrderedStep) -> None:
         """Drops what the other ranks have computed of a void step, and will not be read again."""
@@ -133,7 +139,12 @@ class PipelineRunner(ModelRunner):
                 pass
         if step.number is not None and step.inputs is not None:
             with self._obeying(step.number):
-                self._layers.skip(len(step.inputs.input_ids))
+                if self._own_adapters is not None:
+                    self._own_adapters.begin_step(None)
+                self._layers.skip(step.inputs, self.cache)
+        for number, _ in step.saves:
+            with self._obeying(number):
+                pass
 
     def _obeying(self, number: int) -> AbstractContextManager[None]:
         log = self._leader.comm.log
@@ -151,20 +162,27 @@ class PipelineRunner(ModelRunner):
         return step
 
     def _order(self, step: OrderedStep) -> None:
-        grant, line = step.grant, self._leader.line
+        grant = step.grant
         self.apply_updates(grant)
-        for copy in grant.copies:
-            sources, destinations = copy.sources.astype(np.int64), copy.destinations.astype(np.int64)
-            about = f"copies {KINDS[copy.direction]} of {len(sources)} blocks"
-            step.copies.append((line.send(CopyOrder(KINDS[copy.direction], sources, destinations), about), copy))
-        if not len(grant.slots):
-            return
-        inputs = self.inputs(grant)
+        saves = [copy for copy in grant.copies if copy.direction is Direction.SAVE]
+        step.copies += [(self._order_copy(copy), copy) for copy in grant.copies if copy.direction is not Direction.SAVE]
+        if len(grant.slots):
+            self._order_rows(step)
+        step.saves += [(self._order_copy(copy), copy) for copy in saves]
+
+    def _order_copy(self, copy: BlockCopy) -> int:
+        """Returns the number of the order."""
+        kind, is_states = KINDS[copy.direction], copy.kind == STATES
+        sources, destinations = copy.sources.astype(np.int64), copy.destinations.astype(np.int64)
+        about = f"copies {kind} of {len(sources)} {'states' if is_states else 'blocks'}"
+        return self._leader.line.send(CopyOrder(kind, sources, destinations, is_states), about)
+
+    def _order_rows(self, step: OrderedStep) -> None:
+        grant, inputs = step.grant, self.inputs(step.grant)
         step.runs, step.adapter_slots = self.scored_runs(grant), self._token_slots.slots
         order = step_order(inputs, False, step.adapter_slots, self._sent_tables)
-        num_tokens = len(inputs.input_ids)
-        about = f"a step of {num_tokens} tokens in {len(inputs.lengths)} rows"
-        step.inputs, step.number = inputs, line.send(order, about, num_tokens)
+        step.inputs = inputs
+        step.number = self._leader.line.send(order, about_step(inputs), len(inputs.input_ids))
 
     def _start_pooling(self, started: Started) -> None:
         pass  # on the device thread
@@ -174,7 +192,7 @@ class PipelineRunner(ModelRunner):
         with self._noting_failure(step, digest):
             adapter = self._find_adapter(digest)
             self._leader.load_adapter(number, adapter)
-            self._now.loads.append((number, digest, adapter_of_layers(adapter, self._leader.own)))
+            self._now.loads.append((number, digest, self._leader.part_of(adapter, 0)))
 
     @contextmanager
     def _noting_failure(self, step: int, digest: str) -> Iterator[None]:

@@ -18,6 +18,7 @@ from ....kernels import kernel_set
 from ....model.checkpoint.tensor_shapes import open_source
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.kv_cache import KVCache
+from ....model.decoder.recurrent import RecurrentStates
 from ....model.decoder.step_inputs import StepInputs
 from ....model.families.registry import read_spec
 from ....model.files import LinkedFolder
@@ -25,7 +26,7 @@ from ....model.lora.adapter import Adapter, AdapterSlice
 from ....model.sharding.comm import Comm
 from ....model.sharding.layer_split import LayerRange
 from ....model.sharding.process_comm import ProcessComm
-from ....model.sharding.shard import RankShare
+from ....model.sharding.rank_grid import RankGrid
 from ....runtime.env import log as logs
 from ....runtime.processes.child import end_with_parent, joined
 from ....runtime.processes.lasting_starter import end_with_starter
@@ -65,7 +66,9 @@ class RankWorker:
         self._join = join
         self._join_on: Callable[[], Comm] | None = None  # the same, on the rank's device
         self._device = torch.device("cpu")
+        self._grid = RankGrid(1, 1)
         self._comm: Comm | None = None
+        self._shares: Comm | None = None  # with the ranks that share its layers
         self._layers: LayerRange | None = None  # of a rank of a pipeline
         self._make: Callable[..., Decoder] | None = None
         self._decoder: Decoder | None = None
@@ -73,6 +76,7 @@ class RankWorker:
         self._cache: KVCache | None = None
         self._tables = SentTables()
         self._host_blocks: torch.Tensor | None = None
+        self._host_states: torch.Tensor | None = None
         self._adapter: dict[Any, tuple[AdapterSlice, ...]] = {}  # what has come of the next one
 
     def run(self, sock: socket.socket) -> None:
@@ -103,11 +107,11 @@ class RankWorker:
                 return self._load(order)
             case MakeDecoder():
                 assert self._make is not None
-                comm = self._comm if self._layers is None else None  # no layer is shared
-                self._decoder = self._make(max_positions=order.max_positions, comm=comm)
+                self._decoder = self._make(max_positions=order.max_positions, comm=self._shares)
             case JoinRanks():
                 assert self._join_on is not None
                 self._comm = self._join_on()
+                self._shares = self._grid.shares_of(self._comm)
             case MeasureScales():
                 self._scales = kv_scales_of(self._config, self._decoder)
             case FirstSum():
@@ -139,14 +143,15 @@ class RankWorker:
             torch.cuda.set_device(device)
         elif setup.folder:  # a process; threads share rank 0's
             torch.set_num_threads(setup.num_threads)
-        shard = RankShare(setup.rank, setup.size)
-        join = partial(ProcessComm, Path(setup.folder), shard.rank, shard.size, is_ordered=config.deterministic)
+        grid = self._grid = RankGrid(config.pipeline_parallel_size, config.tensor_parallel_size)
+        join = partial(ProcessComm, Path(setup.folder), setup.rank, grid.size, is_ordered=config.deterministic)
         self._join_on = partial(self._join or (lambda own: join(device=own)), device)
         root: Path = LinkedFolder(setup.root) if config.allow_links_outside else Path(setup.root)
         _, whole = open_source(root, read_spec(root), config.load_format, merging_of(config))
         kernels = kernel_set.load(backend_name(config, device, whole))
         self._layers = LayerRange(*setup.layers) if setup.layers else None
-        spec, parts, options = load_share(config, root, whole, shard, device, kernels, None, self._layers)
+        share = grid.share_of(setup.rank)
+        spec, parts, options = load_share(config, root, whole, share, device, kernels, None, self._layers)
         tilings = tilings_of(config, device, kernels.name)
         self._make = partial(Decoder, spec, *parts, tilings=tilings, **options)
 
@@ -154,6 +159,10 @@ class RankWorker:
         decoder = self._decoder
         assert decoder is not None
         self._cache = self._host_blocks = None  # first, so that its memory is there for the new one
+        states = None
+        if order.states is not None:
+            states = RecurrentStates(decoder.spec, order.states, decoder.dtype, decoder.device, decoder.kernels)
+            self._host_states = states.make_host_states()
         self._cache = KVCache(
             decoder.spec,
             order.num_blocks,
@@ -163,6 +172,7 @@ class RankWorker:
             decoder.kernels,
             self._scales,
             is_block_major=order.is_block_major,
+            states=states,
         )
 
     def _step(self, order: StepOrder) -> None:
@@ -174,7 +184,8 @@ class RankWorker:
             name: torch.tensor(getattr(order, name), device=decoder.device) for name in STEP_ARRAYS
         }
         tables = torch.tensor(self._tables.apply(order.block_tables), device=decoder.device)
-        inputs = StepInputs(**arrays, block_tables=tables, num_decode=order.num_decode)
+        slots = None if order.slots is None else torch.tensor(order.slots, device=decoder.device)
+        inputs = StepInputs(**arrays, block_tables=tables, num_decode=order.num_decode, slots=slots)
         if self._layers is not None:
             self._pass_on(decoder, inputs, cache, self._layers)
         elif order.has_logits:
@@ -186,11 +197,12 @@ class RankWorker:
         """Computes the rank's layers between those of the ranks before and behind it."""
         comm = self._comm
         assert comm is not None
-        entering = None if layers.is_first else receive_hidden(comm, decoder, len(inputs.input_ids))
+        entering = None if layers.is_first else receive_hidden(comm, decoder, len(inputs.input_ids), self._grid)
         hidden = decoder.hidden(inputs, cache, entering)
         if layers.is_first:
             comm.log.note(HIDDEN, hidden)
-        comm.send(hidden, (comm.rank + 1) % comm.size)
+        if not layers.is_last:
+            comm.send(hidden, self._grid.behind(comm.rank))
 
     def _logits(self, order: LogitsOrder) -> None:
         decoder = self._decoder
@@ -201,12 +213,24 @@ class RankWorker:
     def _copy(self, order: CopyOrder) -> None:
         assert self._cache is not None
         sources, destinations = order.sources.copy(), order.destinations.copy()  # torch wants arrays to write to
+        if order.is_states:
+            return self._copy_states(order.kind, sources, destinations)
         if order.kind == "fork":
             return self._cache.copy_blocks(sources, destinations)
         assert self._host_blocks is not None
         if order.kind == "out":
             return self._cache.copy_out(sources, self._host_blocks, destinations)
         self._cache.copy_in(self._host_blocks, sources, destinations)
+
+    def _copy_states(self, kind: str, sources: Any, destinations: Any) -> None:
+        assert self._cache is not None and self._cache.states is not None
+        states = self._cache.states
+        if kind == "fork":
+            return states.copy(sources, destinations)
+        assert self._host_states is not None
+        if kind == "out":
+            return states.copy_out(sources, self._host_states, destinations)
+        states.copy_in(self._host_states, sources, destinations)
 
     def _take(self, part: AdapterPart) -> None:
         if part.linear:

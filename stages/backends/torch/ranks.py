@@ -12,6 +12,7 @@ import torch
 
 from ....model.sharding.comm import Comm
 from ....model.sharding.layer_split import LayerRange, in_words, why_not_split
+from ....model.sharding.rank_grid import RankGrid
 from ....model.sharding.shard import why_not_cut
 from ....model.spec import DecoderSpec
 from ....runtime.env import log as logs
@@ -38,7 +39,7 @@ log = get_logger("millrace.stages")
 class StartingRanks:
     """The ranks beside rank 0, which load their shares of the model `whole`. Call `join` next, or `close`.
 
-    `ranges`: the layers of the ranks of a pipeline, in order; the last are rank 0's. None: each has a share of all.
+    `ranges`: the layers of the ranks of a pipeline, in order; the last are rank 0's. None: each has all.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class StartingRanks:
         """Raises `ConfigError`. Call `check_ranks` before."""
         self._config, self._whole, self._device, self._ranges = config, whole, device, ranges
         self._size = config.num_ranks
+        self._grid = RankGrid(config.pipeline_parallel_size, config.tensor_parallel_size)
         self._num_threads = max(1, threads.count // self._size)
         try:
             self._started = executor_of(config, self._num_threads).start_ranks(self._size)
@@ -77,13 +79,13 @@ class StartingRanks:
             self.close()
             raise ranks_not_started(self._config, error) from None
 
-    def join(self, make_leader: Callable[[OrderLine, StartedRanks, Comm, DecoderSpec], Leader]) -> Leader:
+    def join(self, make_leader: Callable[[OrderLine, StartedRanks, Comm, Comm | None, DecoderSpec], Leader]) -> Leader:
         """Waits until all have loaded, and joins their sums to this process's, rank 0. Raises `ConfigError`."""
         line, started, size = self._line, self._started, self._size
         try:
             line.answers(self._loading)
             joining = line.send(JoinRanks(), "joining")
-            comm = line.unless_ended(lambda: started.join(self._device))  # for which the backend waits for an hour
+            comm, shares = line.unless_ended(self._ends)  # for which the backend waits for an hour
             line.answers(joining)
             summing = line.send(FirstSum(), "the first sum")
             line.unless_ended(lambda: sum_once(comm, self._device), FIRST_SUM_S, "the first sum of all ranks")
@@ -96,7 +98,11 @@ class StartingRanks:
         layers = None if self._ranges is None else in_words(self._ranges)
         where = {"device": str(self._device), "threads": threads, "layers": layers}
         log.info("ranks.started", size=size, executor=self._config.executor, **where)
-        return make_leader(line, started, comm, self._whole)
+        return make_leader(line, started, comm, shares, self._whole)
+
+    def _ends(self) -> tuple[Comm, Comm | None]:
+        comm = self._started.join(self._device)
+        return comm, self._grid.shares_of(comm)
 
     def close(self) -> None:
         """Ends them."""
@@ -104,7 +110,7 @@ class StartingRanks:
         self._started.close()
 
     def _setups(self, root: Path) -> list[RankSetup]:
-        folder, size, ranges = self._started.folder, self._size, self._ranges
+        folder, size, ranges, grid = self._started.folder, self._size, self._ranges, self._grid
         return [
             RankSetup(
                 config=self._config,
@@ -115,7 +121,7 @@ class StartingRanks:
                 num_threads=self._num_threads,
                 folder=folder,
                 log=logs.settings() if folder else None,
-                layers=() if ranges is None else astuple(ranges[rank - 1]),
+                layers=() if ranges is None else astuple(ranges[grid.range_of(rank)]),
             )
             for rank in range(1, size)
         ]
@@ -128,17 +134,18 @@ def ranks_not_started(config: EngineConfig, error: Exception) -> ConfigError:
 
 def setting_of(config: EngineConfig) -> str:
     """The setting that asks for ranks, with its value."""
-    if config.pipeline_parallel_size > 1:
-        return f"pipeline_parallel_size = {config.pipeline_parallel_size}"
-    return f"tensor_parallel_size = {config.tensor_parallel_size}"
+    names = [name for name in ("pipeline_parallel_size", "tensor_parallel_size") if getattr(config, name) > 1]
+    return " with ".join(f"{name} = {getattr(config, name)}" for name in names)
 
 
 def check_ranks(config: EngineConfig, whole: DecoderSpec, device: torch.device) -> None:
     """Raises `ConfigError` where the model, the settings or the machine do not allow so many ranks."""
     size, setting = config.num_ranks, setting_of(config)
     is_pipeline = config.pipeline_parallel_size > 1
-    if (reason := (why_not_split if is_pipeline else why_not_cut)(whole, size)) is not None:
-        raise ConfigError(f"{setting}: {reason}")
+    for name, why_not in (("pipeline_parallel_size", why_not_split), ("tensor_parallel_size", why_not_cut)):
+        asked = getattr(config, name)
+        if asked > 1 and (reason := why_not(whole, asked)) is not None:
+            raise ConfigError(f"{name} = {asked}: {reason}")
     if config.load_format == "stream" or "://" in str(config.model or ""):
         raise ConfigError(f"{setting}: each rank reads the files; download the model first")
     if is_pipeline and device.type == "cuda":

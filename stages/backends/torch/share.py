@@ -35,7 +35,7 @@ def load_share(
 ) -> tuple[DecoderSpec, Parts, dict[str, Any]]:
     """(spec, positional arguments behind it, keyword arguments) of the rank's `Decoder`. `whole` is of all ranks.
 
-    `layers`: those of the rank, which then has all of them.
+    `layers`: those of the rank; None: all.
     """
     weights = load_weights(
         root,
@@ -46,13 +46,13 @@ def load_share(
         progress=progress,
         is_batch_invariant=config.deterministic,
         stacks_experts=kernels.name == "triton",
-        free_bytes=free_bytes(config, device)
-        // (shard.size if device.type == "cpu" and layers is None else 1),  # ranks share the host's memory
+        free_bytes=free_bytes(config, device) // (shard.size if device.type == "cpu" else 1),  # ranks share the host's
         change=merging_of(config),
-        shard=shard if layers is None else None,
+        shard=shard if shard.size > 1 else None,
         layers=layers,
     )
-    spec = spec_of(whole, shard) if layers is None else spec_of_layers(whole, layers)
+    spec = whole if shard.size == 1 else spec_of(whole, shard)
+    spec = spec if layers is None else spec_of_layers(spec, layers)
     return spec, *with_adapter_places(config, spec, weights, kernels, is_async=False)
 
 

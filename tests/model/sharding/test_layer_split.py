@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -25,6 +25,8 @@ from millrace.model.sharding import layer_split
 from millrace.model.sharding.comm import MOST_SENT, CommLost
 from millrace.model.sharding.layer_split import LayerRange, in_words, spec_of_layers, split_layers, why_not_split
 from millrace.model.sharding.process_comm import ProcessComm
+from millrace.model.sharding.rank_grid import RankGrid
+from millrace.model.sharding.shard import RankShare
 from millrace.model.sharding.thread_comm import ThreadGroup
 from millrace.model.spec import DecoderSpec
 from tests.deploy.cli.machines.strangers import listening_sockets
@@ -111,7 +113,10 @@ def test_the_largest_share_is_the_least_of_all_splits(seed: int, monkeypatch: py
     dice = Random(seed)
     sizes = [dice.randint(1, 30) for _ in range(dice.randint(4, 9))]
     readers = {index: dice.randrange(index) for index in range(1, len(sizes)) if dice.random() < 0.15}
-    spec: Any = SimpleNamespace(num_layers=len(sizes), donors=readers, vocab_size=dice.randint(1, 20), hidden_size=1)
+    keeping = [n for n in range(len(sizes)) if n in {*readers, *readers.values()} or dice.random() < 0.8] or [0]
+    spec: Any = SimpleNamespace(
+        num_layers=len(sizes), donors=readers, vocab_size=dice.randint(1, 20), hidden_size=1, kv_layers=keeping
+    )
     monkeypatch.setattr(layer_split, "expected_shapes", lambda spec: shapes_of(spec, sizes))
     allowed = [cut for cut in range(1, len(sizes)) if all(not donor < cut <= one for one, donor in readers.items())]
 
@@ -121,10 +126,14 @@ def test_the_largest_share_is_the_least_of_all_splits(seed: int, monkeypatch: py
         shares[0], shares[-1] = shares[0] + spec.vocab_size, shares[-1] + spec.vocab_size
         return max(shares)
 
-    for size in range(2, min(4, len(allowed) + 1) + 1):
+    def is_possible(edges: list[int]) -> bool:
+        return all(any(begin <= one < end for one in keeping) for begin, end in pairwise(edges))
+
+    for size in range(2, min(4, layer_split._most_ranges(spec)) + 1):
         found = split_layers(spec, size)
         edges = [found[0].begin, *(one.end for one in found)]
-        ways = [[0, *cuts, len(sizes)] for cuts in combinations(allowed, size - 1)]
+        every = ([0, *cuts, len(sizes)] for cuts in combinations(allowed, size - 1))
+        ways = list(filter(is_possible, every))
         assert edges in ways and largest(edges) == min(map(largest, ways))
 
 
@@ -138,11 +147,20 @@ def test_a_split_is_told_in_words_and_one_that_cannot_be_says_what_can(roots: di
         "4-4, head",
     ]
     shared = SimpleNamespace(
-        recurrent_layers={}, has_one_shape=True, embedding=spec.embedding, donors={3: 1, 4: 1}, family="some",
+        kv_layers=range(5), has_one_shape=True, embedding=spec.embedding, donors={3: 1, 4: 1}, family="some",
         num_layers=5,
     )  # fmt: skip
     assert why_not_split(shared, 4) == (  # type: ignore[arg-type]
         "some has 5 layers, for 2 ranks at most, as layers that share keys and values stay together; use 2 or less"
+    )
+
+
+def test_each_range_has_a_layer_with_attention() -> None:
+    hybrid = SimpleNamespace(kv_layers=(2, 5), has_one_shape=True, donors={}, family="some", num_layers=8)
+    hybrid.embedding = SimpleNamespace(per_layer=None)
+    assert why_not_split(hybrid, 2) is None  # type: ignore[arg-type]
+    assert why_not_split(hybrid, 3) == (  # type: ignore[arg-type]
+        "some has 8 layers, for 2 ranks at most, as each needs one with attention; use 2 or less"
     )
 
 
@@ -185,3 +203,16 @@ def test_ranks_that_have_met_take_no_other_connection(tmp_path: Path) -> None:
                 pass
         first.send(torch.ones(2), 1)
         assert second.receive(torch.zeros(2), 0).sum() == 2.0
+
+
+def test_hidden_states_go_through_all_ranges_to_the_rank_that_schedules() -> None:
+    for num_ranges, num_shares in ((1, 3), (3, 1), (3, 2), (2, 4)):
+        grid = RankGrid(num_ranges, num_shares)
+        assert (grid.range_of(0), grid.share_of(0)) == (num_ranges - 1, RankShare(0, num_shares))
+        for share in range(num_shares):
+            (rank,) = [one for one in range(grid.size) if (grid.range_of(one), grid.share_of(one).rank) == (0, share)]
+            for place in range(num_ranges):
+                assert (grid.range_of(rank), grid.share_of(rank).rank) == (place, share)
+                assert [grid.range_of(one) for one in grid.mates(rank)] == [place] * num_shares
+                assert grid.before(grid.behind(rank)) == rank and rank in grid.mates(rank)
+                rank = grid.behind(rank)

@@ -109,10 +109,16 @@ async def answers(config: EngineConfig, numbers: range) -> tuple[list[Said], set
 
 
 def check_steps(steps: Steps, config: EngineConfig) -> None:
+    """Computes the steps with all layers together: in one process, or on ranks that share each."""
     with captured_logs():
-        one = replace(config, pipeline_parallel_size=1, executor="auto")
-        loaded: Any = load_model(one, Phases(lambda: 0.0), LiveEnv(0))
-        steps.check(loaded.runner)
+        executor = config.executor if config.tensor_parallel_size > 1 else "auto"
+        together = replace(config, pipeline_parallel_size=1, executor=executor)
+        loaded: Any = load_model(together, Phases(lambda: 0.0), LiveEnv(0))
+        try:
+            steps.check(loaded.runner)
+        finally:
+            if loaded.close is not None:
+                loaded.close()
 
 
 CASES = [(2, "float32", "thread"), (3, "bfloat16", "thread")]
@@ -135,6 +141,21 @@ def test_every_step_has_the_bits_of_one_process_with_every_feature(
     lanes = [len(grant.slots) for grant in steps.grants if grant.is_decode]
     assert lanes and max(lanes) < config.max_num_seqs, "all rows are in one step"
     check_steps(steps, config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if FULL else ["float32"])
+def test_layers_on_ranks_that_share_them_have_the_bits_of_ranks_that_share_all(
+    folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranges of layers, each on two ranks."""
+    ranks: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    config = config_of(folder, dtype=dtype, executor="process" if FULL else "thread", **ranks)
+    steps = Steps()
+    with captured_logs(), monkeypatch.context() as patch:
+        steps.watch(patch)
+        _, preempted = asyncio.run(answers(config, range(count(in_ci=6, full=50))))
+    assert preempted and any(grant.adapter_loads for grant in steps.grants)
+    check_steps(steps, replace(config, executor="thread"))
 
 
 def test_drafts_and_embeddings_have_the_bits_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +195,9 @@ def test_one_request_at_a_time_gets_the_answer_of_one_process(folder: Path, dtyp
     assert [[choice[:2] for choice in said] for said in one] == [[choice[:2] for choice in said] for said in three]
 
 
+@pytest.mark.parametrize("num_shares", [1, 2] if FULL else [2])
 def test_steps_that_fail_on_the_last_rank_are_computed_again_by_all(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    num_shares: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other ranks have computed the steps behind, which are void too."""
     forward, num_steps = PipelineRunner.forward, 0
@@ -193,7 +215,8 @@ def test_steps_that_fail_on_the_last_rank_are_computed_again_by_all(
             said = await asyncio.gather(*(answer(engine, 3 * number) for number in range(4)))
             return [choice[0] for one in said for choice in one], engine.core.stages.schedule.scheduler._generation
 
-    config = config_of(folder, pipeline_parallel_size=2, executor="thread", num_gpu_blocks=80)
+    ranks: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": num_shares, "executor": "thread"}
+    config = config_of(folder, num_gpu_blocks=80, **ranks)
     with captured_logs():
         expected, _ = asyncio.run(tokens(config))
         monkeypatch.setattr(PipelineRunner, "forward", failing)
@@ -210,7 +233,8 @@ def test_steps_that_fail_on_the_last_rank_are_computed_again_by_all(
         ),
         ({"pipeline_parallel_size": 16}, "pipeline_parallel_size = 16: must be at most 15"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size = 0: must be a whole number of at least 1"),
-        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, "with tensor_parallel_size = 2: .* leave out one"),
+        ({"pipeline_parallel_size": 2, "emulate_tp": 2}, "with emulate_tp = 2: it is for one process; leave out one"),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 3}, "tensor_parallel_size = 3: must divide 4 heads"),
         ({"pipeline_parallel_size": 2, "attention_backend": "native"}, "the native backend computes in one process"),
         ({"pipeline_parallel_size": 2, "kv_cache_dtype": "fp8"}, "keep keys and values as dtype; use kv_cache_dtype"),
     ],

@@ -18,19 +18,22 @@ from ..named_tensors import StoredPiece
 from .safetensors import BFLOAT16
 from .stored_tensors import StoredTensors
 
-EXPERTS = "experts."  # in the names of their tensors, and in those of what they share
+# In canonical names: of what packed files may hold by itself where the family has one tensor of several
+STORED_APART = ("experts.", ".recurrent.", ".mlp.")
 
 
 class TensorSources:
     """Where each canonical tensor of a decoder lies in its checkpoint."""
 
     def __init__(self, targets: Iterable[Target], names: Names, stored: Container[str] = ()) -> None:
-        """`stored`: names of the file's tensors; packed files may have experts under their canonical names."""
+        """`stored`: names of the file's tensors, some of which may be canonical instead of the family's."""
         self.targets = {target.name: target for target in targets}
-        self._parts = {
-            name: (Rows(name, suffix=""),) if EXPERTS in name and name in stored else _parts_of(name, names)
-            for name in self.targets
-        }
+        self._parts = {name: _parts_of(name, names) for name in self.targets}
+        of_family = {part.stem for parts in self._parts.values() for part in parts}
+        for name, parts in self._parts.items():
+            is_apart = any(part in name for part in STORED_APART) and name in stored and name not in of_family
+            if is_apart and not all(part.stem in stored for part in parts):
+                self._parts[name] = (Rows(name, suffix=""),)
 
     def parts(self, name: str) -> tuple[Rows, ...]:
         """The parts of a canonical tensor; their stems are whole names in the checkpoint."""

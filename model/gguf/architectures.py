@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import expert_architectures as moe
+from . import latent_architectures as latent
+from . import recurrent_architectures as recurrent
 from .keys import Config, Factors, Keys
+from .recurrent_architectures import Order
 
 SHARED_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -50,23 +53,23 @@ class Architecture:
     rotates_pairs: bool = False  # q and k rows lie in pairs (NORM), in Hugging Face's in halves
     adds_one: bool = False  # norms are stored as 1 + w
     norm: str = "rms_norm_eps"  # the key of the norms' eps
-    is_layer_norm: bool = False
+    is_layer_norm: bool = False  # whether the file calls it that of a LayerNorm
+    orders: Callable[[Keys], Mapping[str, Order]] = lambda keys: {}  # by stem, of matrices stored in another order
 
 
 def shared_config(keys: Keys, architecture: Architecture) -> Config:
     """The keys of config.json that every architecture has."""
     kind = "attention.layer_norm_epsilon" if architecture.is_layer_norm else "attention.layer_norm_rms_epsilon"
     num_heads = keys.need("attention.head_count")
+    inner, of_experts = keys.most("feed_forward_length"), keys.get("expert_feed_forward_length")
     return {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
         "hidden_size": keys.need("embedding_length"),
-        "intermediate_size": keys.get("expert_feed_forward_length")
-        if keys.get("feed_forward_length") is None and keys.get("expert_feed_forward_length")
-        else keys.need("feed_forward_length"),
+        "intermediate_size": inner or of_experts or keys.need("feed_forward_length"),
         "num_hidden_layers": keys.need("block_count") - keys.get("nextn_predict_layers", 0),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.get("attention.head_count_kv") or num_heads,
+        "num_key_value_heads": keys.most("attention.head_count_kv") or num_heads,
         "head_dim": keys.head_dim,
         "max_position_embeddings": keys.need("context_length"),
         "rope_parameters": rope_of(keys),
@@ -210,6 +213,12 @@ def _gpt_oss(keys: Keys) -> Config:
     return {**moe.gpt_oss(keys), "rope_parameters": rope}
 
 
+def _some_of_each_head(keys: Keys) -> Config:
+    """The rotation, which says how much of a head rotates even if all of it does."""
+    rotated = keys.get("rope.dimension_count", keys.head_dim)
+    return {**rope_of(keys), "partial_rotary_factor": rotated / keys.head_dim}
+
+
 def _granite_moe(keys: Keys) -> Config:
     return {**_granite(keys), **moe.granite_moe(keys)}
 
@@ -307,6 +316,61 @@ ARCHITECTURES = {
         _granite_moe,
         SHARED_NAMES | moe.GRANITE_NAMES,
         rotates_pairs=True,
+    ),
+    "gemma4": Architecture("gemma4_text", "Gemma4ForCausalLM", latent.gemma4, GEMMA_NAMES | latent.GEMMA4_NAMES),
+    "deepseek2": Architecture(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        lambda keys: latent.deepseek2(keys, rope_of(keys)),
+        SHARED_NAMES | latent.LATENT_NAMES,
+    ),
+    "lfm2": Architecture(
+        "lfm2", "Lfm2ForCausalLM", recurrent.lfm2, SHARED_NAMES | recurrent.LFM2_NAMES, norm="norm_eps"
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe", "Lfm2MoeForCausalLM", recurrent.lfm2_moe, SHARED_NAMES | recurrent.LFM2_NAMES, norm="norm_eps"
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        lambda keys: {**_granite(keys), **recurrent.granite_hybrid(keys)},
+        SHARED_NAMES | recurrent.GRANITE_H_NAMES,
+        rotates_pairs=True,
+    ),
+    **{
+        name: Architecture(
+            "nemotron_h",
+            "NemotronHForCausalLM",
+            recurrent.nemotron_h,
+            SHARED_NAMES | recurrent.NEMOTRON_H_NAMES,
+            rotates_pairs=True,
+            norm="layer_norm_epsilon",
+            is_layer_norm=True,
+        )
+        for name in ("nemotron_h", "nemotron_h_moe")
+    },
+    "qwen3next": Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        lambda keys: {**recurrent.qwen_next_moe(keys), "rope_parameters": _some_of_each_head(keys)},
+        SHARED_NAMES | recurrent.QWEN_NAMES,
+        adds_one=True,
+    ),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        lambda keys: {**recurrent.qwen_next(keys), "rope_parameters": _some_of_each_head(keys)},
+        SHARED_NAMES | recurrent.QWEN_NAMES,
+        adds_one=True,
+        orders=recurrent.tiled_values,
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        lambda keys: {**recurrent.qwen_next_moe(keys), "rope_parameters": _some_of_each_head(keys)},
+        SHARED_NAMES | recurrent.QWEN_NAMES,
+        adds_one=True,
+        orders=recurrent.tiled_values,
     ),
     "glm4moe": Architecture("glm4_moe", "Glm4MoeForCausalLM", moe.glm4_moe, SHARED_NAMES | moe.GLM_NAMES),
 }

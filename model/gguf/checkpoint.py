@@ -16,8 +16,14 @@ from ..named_tensors import NamedTensors, StoredPiece
 from .architectures import ARCHITECTURES, FACTOR_TENSORS, Architecture
 from .blocks import BLOCKS, matrix, unpack
 from .expert_architectures import BARE
+from .keys import Keys
+from .latent_architectures import BARE as LATENT_BARE
+from .latent_architectures import KEYS_UP, VALUES_UP
 from .reader import GgufFile
+from .recurrent_architectures import BARE as RECURRENT_BARE
+from .recurrent_architectures import FLAT, Order
 
+BARE_STEMS = (*BARE, *RECURRENT_BARE, *LATENT_BARE)
 SHARED_ROUTER = "ffn_gate_inp_shexp"  # a row that some files store without its axis
 
 
@@ -26,7 +32,24 @@ class TensorPlace(NamedTuple):
 
     file: GgufFile
     stored: str  # name in the file
-    expert: int | None  # of a stack, whose part it is
+    part: int | None  # of a stack of `num_parts`: of an expert, or of its gate and up
+    num_parts: int = 1
+    values: TensorPlace | None = None  # of a matrix in two tensors, for keys and for values: the latter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the tensor, or of the part."""
+        shape = self.file.tensors[self.stored].shape
+        return shape if self.part is None else (shape[0] * shape[1] // self.num_parts, *shape[2:])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return self.file.tensors[self.stored].num_bytes
+
+    def numbers(self) -> NDArray[np.float32]:
+        """The whole tensor in float32."""
+        return unpack(self.file.tensors[self.stored].type, self.file.packed(self.stored), self.shape)
 
 
 class GgufCheckpoint(NamedTensors[TensorPlace]):
@@ -37,17 +60,17 @@ class GgufCheckpoint(NamedTensors[TensorPlace]):
         first = files[0].metadata
         self.architecture: Architecture = ARCHITECTURES[first["general.architecture"]]
         prefix = first["general.architecture"]
-        num_heads = first[f"{prefix}.attention.head_count"]
-        self._num_heads = {
-            "attn_q": num_heads,
-            "attn_k": first.get(f"{prefix}.attention.head_count_kv") or num_heads,
-        }
+        keys = Keys(first, prefix, {})
+        num_heads = keys.need("attention.head_count")
+        self._num_heads = {"attn_q": num_heads, "attn_k": keys.most("attention.head_count_kv") or num_heads}
+        self._orders = self.architecture.orders(keys)
         end = first[f"{prefix}.block_count"]
         behind = range(end - first.get(f"{prefix}.nextn_predict_layers", 0), end)  # that guess further tokens
         for file in files:
             for stored in file.tensors:
                 if _stem(stored) not in FACTOR_TENSORS and not _is_in(stored, behind):
                     self._place(file, stored)
+        self._join()
         self.packing = _packing(files)
 
     def where(self, name: str) -> str:
@@ -55,59 +78,85 @@ class GgufCheckpoint(NamedTensors[TensorPlace]):
         return self._places[name].file.path.name
 
     def pieces(self, name: str) -> list[StoredPiece]:
-        file, stored, expert = self._places[name]
+        place = self._places[name]
+        file, stored = place.file, place.stored
         size = file.tensors[stored].num_bytes
-        if expert is None:
+        if place.values is not None:
+            return [StoredPiece(one.stored, one.file.path.name, one.num_bytes) for one in (place, place.values)]
+        if place.part is None:
             return [StoredPiece(stored, file.path.name, size)]
-        return [StoredPiece(f"{stored}[{expert}]", file.path.name, size // file.tensors[stored].shape[0])]
+        return [StoredPiece(f"{stored}[{place.part}]", file.path.name, size // place.num_parts)]
 
     def dtype(self, name: str) -> str:
         """F32, in which `array` gives each tensor."""
         return "F32"
 
     def shape(self, name: str) -> tuple[int, ...]:
-        file, stored, expert = self._places[name]
-        shape = file.tensors[stored].shape if expert is None else file.tensors[stored].shape[1:]
-        return (1, *shape) if _stem(stored) == SHARED_ROUTER and len(shape) == 1 else shape
+        place = self._places[name]
+        stored, shape = place.stored, place.shape
+        if place.values is not None:
+            heads, rank, rows = shape
+            return heads * (rows + place.values.shape[1]), rank
+        if (kind := _stem(stored)) in FLAT:
+            return (math.prod(shape),)
+        return (1, *shape) if kind == SHARED_ROUTER and len(shape) == 1 else shape
 
     def is_mapped(self, name: str) -> bool:
         return False
 
     def array(self, name: str) -> NDArray[Any]:
         """The tensor in float32, in the order of a Hugging Face file."""
-        file, stored, _ = self._places[name]
+        place = self._places[name]
+        if place.values is not None:
+            return _joined(place.numbers(), place.values.numbers())
+        file, stored = place.file, place.stored
         numbers = unpack(file.tensors[stored].type, self._packed(name), self.shape(name))
         kind = _stem(stored)
         if self.architecture.rotates_pairs and kind in self._num_heads:
             numbers = _in_halves(numbers, self._num_heads[kind])
-        if self.architecture.adds_one and kind.endswith("norm"):
+        if self.architecture.adds_one and kind.endswith("norm") and kind != "ssm_norm":
             numbers = numbers - np.float32(1)
-        return numbers
+        rows, columns = self._orders.get(kind, Order())
+        numbers = numbers if rows is None else numbers[rows]
+        return numbers if columns is None else np.ascontiguousarray(numbers[:, columns])
 
-    def grouped(self, name: str) -> GroupedMatrix | None:
-        """The tensor as rows of codes, in the order of a Hugging Face file; None: it is no packed matrix."""
-        file, stored, expert = self._places[name]
+    def grouped(self, name: str) -> GroupedMatrix | str | None:
+        """As `NamedTensors.grouped`, with rows in the order of a Hugging Face file."""
+        place = self._places[name]
+        if place.values is not None:
+            return "it lies in two tensors"
+        file, stored = place.file, place.stored
         kind, shape, packed = _stem(stored), self.shape(name), self._packed(name)
-        begin = 0 if expert is None else expert * len(packed)
+        begin = 0 if place.part is None else place.part * len(packed)
 
         def drop(first: int, last: int) -> None:
             file.forget(stored, begin + first, begin + last)
 
         found = matrix(file.tensors[stored].type, packed, shape, drop)
+        order = self._orders.get(kind, Order())
+        if found is not None and order.columns is not None:
+            return "its columns lie in another order"
+        if found is not None and order.rows is not None:
+            return found.picked(order.rows)
         if found is None or kind not in self._num_heads or not self.architecture.rotates_pairs:
             return found
         return found.picked(_in_halves(np.arange(shape[0]), self._num_heads[kind]))
 
     def forget(self, name: str) -> None:
-        file, stored, expert = self._places[name]
-        size = len(self._packed(name))
-        file.forget(stored) if expert is None else file.forget(stored, expert * size, (expert + 1) * size)
+        place = self._places[name]
+        if place.part is None:
+            place.file.forget(place.stored)
+        else:
+            size = len(self._packed(name))
+            place.file.forget(place.stored, place.part * size, (place.part + 1) * size)
+        if place.values is not None:
+            place.values.file.forget(place.values.stored)
 
     def _packed(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor."""
-        file, stored, expert = self._places[name]
-        packed = file.packed(stored)
-        return packed if expert is None else packed.reshape(file.tensors[stored].shape[0], -1)[expert]
+        place = self._places[name]
+        packed = place.file.packed(place.stored)
+        return packed if place.part is None else packed.reshape(place.num_parts, -1)[place.part]
 
     def _place(self, file: GgufFile, stored: str) -> None:
         """Notes a tensor, or the part of each expert in a stack."""
@@ -115,22 +164,38 @@ class GgufCheckpoint(NamedTensors[TensorPlace]):
         if "*" not in name:
             self._places[name] = TensorPlace(file, stored, None)
             return
-        for expert in range(file.tensors[stored].shape[0]):
-            self._places[name.replace("*", str(expert))] = TensorPlace(file, stored, expert)
+        names = (
+            [name.replace("gate_up_proj", f"{part}_proj") for part in ("gate", "up")] if "gate_up" in name else [name]
+        )
+        num_parts = file.tensors[stored].shape[0] * len(names)
+        for part in range(num_parts):
+            expert, which = divmod(part, len(names))
+            self._places[names[which].replace("*", str(expert))] = TensorPlace(file, stored, part, num_parts)
+
+    def _join(self) -> None:
+        """Makes one matrix of those that make the keys and the values of latents."""
+        up, of_values = (f"{self.architecture.names.get(stem, stem)}.weight" for stem in (KEYS_UP, VALUES_UP))
+        for name in [name for name in self._places if name.endswith(up)]:
+            place, stem = self._places.pop(name), name.removesuffix(up)
+            values = self._places.pop(stem + of_values, None)
+            if values is None or len(place.shape) != 3 or values.shape[::2] != place.shape[:2]:
+                raise CheckpointError(
+                    f"{place.file.path.name}: {shown(place.stored)} makes keys of shape {list(place.shape)}, and there "
+                    "is no tensor of as many heads beside it that makes values"
+                )
+            self._places[f"{stem}{self.architecture.names['attn_kv_b']}.weight"] = place._replace(values=values)
 
     def _name(self, stored: str) -> str:
         """The Hugging Face name of a stored tensor: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj.weight."""
-        stem, _, suffix = stored.rpartition(".")
-        layer = ""
-        if stem.startswith("blk."):
-            _, number, stem = stem.split(".", 2) if stem.count(".") >= 2 else ("", "", stem)
-            layer = f"model.layers.{number}."
-        if stem not in self.architecture.names or suffix not in ("weight", "bias"):
+        number, stem, suffix = _parts(stored)
+        if stem not in self.architecture.names or (not suffix and stem not in BARE_STEMS):
             raise CheckpointError(
                 f"{self.root}: tensor {shown(stored)} is of no known kind in a {self.architecture.model_type} model; "
                 "the output would be wrong without it"
             )
-        return f"{layer}{self.architecture.names[stem]}" + ("" if stem in BARE else f".{suffix}")
+        found = self.architecture.names[stem]
+        found = found.format(number) if "{}" in found else f"model.layers.{number}.{found}" if number else found
+        return found + ("" if stem in BARE_STEMS else suffix)
 
 
 def _packing(files: list[GgufFile]) -> str:
@@ -151,7 +216,24 @@ def _is_in(stored: str, layers: range) -> bool:
 
 def _stem(stored: str) -> str:
     """attn_q of blk.3.attn_q.weight."""
-    return stored.rpartition(".")[0].rpartition(".")[2] or stored.rpartition(".")[0]
+    return _parts(stored)[1]
+
+
+def _parts(stored: str) -> tuple[str, str, str]:
+    """Number of the layer, stem and suffix: 3, attn_q and .weight of blk.3.attn_q.weight; 3 and ssm_a of blk.3.ssm_a.
+
+    Each may be empty.
+    """
+    number, rest = "", stored
+    if stored.startswith("blk.") and stored.count(".") >= 2:
+        _, number, rest = stored.split(".", 2)
+    stem, dot, suffix = rest.rpartition(".")
+    return (number, stem, dot + suffix) if suffix in ("weight", "bias") else (number, rest, "")
+
+
+def _joined(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
+    """Rows of each head: first those that make keys, then those that make values."""
+    return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(-1, keys.shape[1])
 
 
 def _in_halves(numbers: NDArray[Any], num_heads: int) -> NDArray[Any]:

@@ -12,6 +12,7 @@ EXPERT_NAMES = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
     "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_gate_up_exps": "mlp.experts.*.gate_up_proj",  # the rows of both, one behind the other
     "ffn_down_exps": "mlp.experts.*.down_proj",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",

@@ -31,7 +31,7 @@ from .reader import GgufFile, Metadata, open_files, parts_of
 from .tokenizer import read_tokenizer
 
 POINTER = "gguf.json"
-VERSION = 6  # of the folders; a change of what is written counts it up
+VERSION = 7  # of the folders; a change of what is written counts it up
 MAKING = "making-"  # begins the name of a folder that is not finished
 MOST_FOLDERS = 32  # up to 12 MB each, of a vocabulary of 262,144
 UNUSED_S = 3600.0
@@ -183,7 +183,7 @@ def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
     if isinstance(layers, int) and layers > len(tensors):  # a list of that many may follow
         raise CheckpointError(f"{first.path.name}: {name}.block_count = {layers}, and it holds {len(tensors)} tensors")
     factors = {kind: _factors(file, kind) for kind in FACTOR_TENSORS if (file := tensors.get(f"{kind}.weight"))}
-    keys, architecture = Keys(metadata, name, factors), ARCHITECTURES[name]
+    keys, architecture = Keys(metadata, name, factors, tensors), ARCHITECTURES[name]
     try:
         config = shared_config(keys, architecture) | architecture.config(keys)
     except KeyError as error:
@@ -194,6 +194,8 @@ def _config(files: Sequence[GgufFile]) -> dict[str, Any]:
     if embedding is None:
         raise CheckpointError(f"{first.path.name}: tensor token_embd.weight is missing, so it is no whole model")
     config["vocab_size"] = embedding.tensors["token_embd.weight"].shape[0]
+    if (name := "per_layer_token_embd.weight") in tensors:
+        config["vocab_size_per_layer_input"] = tensors[name].tensors[name].shape[0]
     config.setdefault("tie_word_embeddings", "output.weight" not in tensors)
     config["attention_bias"] = config.get("attention_bias", "blk.0.attn_q.bias" in tensors)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors  # of GLM-4.5; the others' types say it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,11 @@ Factors = NDArray[np.float32]  # [D/2] by which rotary frequencies are divided
 class Keys:
     """The values of one architecture, by key without its name in front."""
 
-    def __init__(self, metadata: Mapping[str, Any], name: str, factors: Mapping[str, Factors]) -> None:
+    def __init__(
+        self, metadata: Mapping[str, Any], name: str, factors: Mapping[str, Factors], tensors: Collection[str] = ()
+    ) -> None:
         self.metadata, self.name = metadata, name
+        self.tensors = tensors  # their names in the file
         self.factors = factors  # the tensors rope_freqs, rope_factors_long, rope_factors_short, where they are
         self.source = f"metadata of {name}"
 
@@ -36,6 +39,11 @@ class Keys:
         if f"{self.name}.{key}" not in self.metadata:
             raise KeyError(f"{self.name}.{key}")
         return self.get(key)
+
+    def most(self, key: str, default: Any = None) -> Any:
+        """As `get`, and of a list with a number for each layer the largest one."""
+        value = self.get(key, default)
+        return max(value, default=default) if isinstance(value, list) else value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A float32 of the file as the decimal number that was meant: 1e-05 rather than 9.99999974e-06."""

@@ -1,7 +1,7 @@
 """The tokenizer that a GGUF file describes.
 
-Two kinds are read: `gpt2`, byte-level BPE with merges, whose way to split a text has a name (`tokenizer.ggml.pre`); and
-`llama`, SentencePiece's BPE, whose merges follow from the scores of its tokens.
+Three kinds are read: `gpt2`, byte-level BPE with merges, whose way to split a text has a name (`tokenizer.ggml.pre`);
+`llama`, SentencePiece's BPE, whose merges follow from the scores of its tokens; and `gemma4`, the same with merges.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ BEGINS = {
     "tekken",
 }  # if the file is silent
 SPACE = "▁"
+SENTENCEPIECE = ("llama", "gemma4")
 PHI_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens take the spaces behind them
 KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {  # of values that are used: a check, and what it checks
     **dict.fromkeys(("model", "pre"), (lambda value: isinstance(value, str), "a text")),
@@ -113,10 +114,10 @@ def read_tokenizer(metadata: Mapping[str, Any], source: str) -> StoredTokenizer:
     types: Sequence[int] = [NORMAL] * len(tokens) if told is None else told.tolist()
     if len(types) != len(tokens):
         raise CheckpointError(f"{source}: tokenizer.ggml.token_type: {len(types)} types of {len(tokens)} tokens")
-    makers = {"gpt2": _byte_level, "llama": _sentencepiece}
+    makers = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece_with_merges}
     if kind not in makers:
         raise CheckpointError(
-            f"{source}: tokenizer.ggml.model = {quoted(kind)}: only gpt2 and llama are read; serve the "
+            f"{source}: tokenizer.ggml.model = {quoted(kind)}: only gpt2, llama and gemma4 are read; serve the "
             "model's checkpoint instead"
         )
     vocabulary = _vocabulary(tokens)
@@ -130,7 +131,7 @@ def read_tokenizer(metadata: Mapping[str, Any], source: str) -> StoredTokenizer:
 def _added_tokens(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
     """The tokens that are found in a text before any other, as tokenizer.json tells them."""
     # Runs of spaces are found where spaces have their sign, unless one is put before the text: that hides other tokens.
-    is_llama = metadata.get("tokenizer.ggml.model") == "llama"
+    is_llama = metadata.get("tokenizer.ggml.model") in SENTENCEPIECE
     is_signed = is_llama and not _flag(metadata, "add_space_prefix", True)
     is_phi = is_llama and metadata.get("general.architecture") == "phi3"
     return [
@@ -175,29 +176,47 @@ def _byte_level(
             f"{source}: tokenizer.ggml.pre = {quoted(name)}: its way to split a text is unknown; serve the "
             "model's checkpoint in Hugging Face format"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
-    if not all(len(merge) == 2 and {*merge, "".join(merge)} <= vocabulary.keys() for merge in merges):
-        raise CheckpointError(f"{source}: tokenizer.ggml.merges: a merge is not of two tokens that make a third")
+    merges = _listed_merges(metadata, vocabulary, source)
     tokenizer = Tokenizer(models.BPE(ignore_merges=name in WHOLE_WORDS))
     splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[name]]
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=_flag(metadata, "add_space_prefix", False), use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, merges
+
+
+def _listed_merges(metadata: Mapping[str, Any], vocabulary: dict[str, int], source: str) -> NDArray[np.int32]:
+    """[M, 2] ids of the tokens that each merge of the file joins."""
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
+    if not all(len(merge) == 2 and {*merge, "".join(merge)} <= vocabulary.keys() for merge in merges):
+        raise CheckpointError(f"{source}: tokenizer.ggml.merges: a merge is not of two tokens that make a third")
     ids = [vocabulary[token] for merge in merges for token in merge]
-    return tokenizer, np.array(ids, np.int32).reshape(-1, 2)
+    return np.array(ids, np.int32).reshape(-1, 2)
 
 
 def _sentencepiece(
     metadata: Mapping[str, Any], vocabulary: dict[str, int], types: Sequence[int], source: str
 ) -> tuple[Any, NDArray[np.int32]]:
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(types):
         raise CheckpointError(f"{source}: tokenizer.ggml.scores: must be a number for each of {len(types)} tokens")
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     texts = list(vocabulary)
     is_made = [kind in (NORMAL, USER_DEFINED) for kind in types]
+    merges = merges_of(texts, scores.tolist(), is_made, vocabulary, source)
+    return _with_signed_spaces(metadata, texts), used_merges(texts, merges, is_made, vocabulary)
+
+
+def _sentencepiece_with_merges(
+    metadata: Mapping[str, Any], vocabulary: dict[str, int], types: Sequence[int], source: str
+) -> tuple[Any, NDArray[np.int32]]:
+    return _with_signed_spaces(metadata, list(vocabulary)), _listed_merges(metadata, vocabulary, source)
+
+
+def _with_signed_spaces(metadata: Mapping[str, Any], texts: Sequence[str]) -> Any:
+    """A tokenizer of tokens that hold `SPACE` for a space, and bytes for what they lack."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     has_space = _flag(metadata, "add_space_prefix", True)
     known = texts[unknown] if 0 <= unknown < len(texts) else None
     tokenizer = Tokenizer(models.BPE(unk_token=known, fuse_unk=True, byte_fallback=True))
@@ -205,8 +224,7 @@ def _sentencepiece(
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces] if has_space else [spaces])
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_space else steps)
-    merges = merges_of(texts, scores.tolist(), is_made, vocabulary, source)
-    return tokenizer, used_merges(texts, merges, is_made, vocabulary)
+    return tokenizer
 
 
 def _add_template(tokenizer: Any, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
@@ -214,7 +232,7 @@ def _add_template(tokenizer: Any, metadata: Mapping[str, Any], tokens: Sequence[
     from tokenizers.processors import TemplateProcessing
 
     name = metadata.get("tokenizer.ggml.pre", "default")
-    begins = metadata["tokenizer.ggml.model"] == "llama" or name in BEGINS
+    begins = metadata["tokenizer.ggml.model"] in SENTENCEPIECE or name in BEGINS
     around = {
         "bos": _flag(metadata, "add_bos_token", begins),
         "eos": _flag(metadata, "add_eos_token", False),

@@ -309,6 +309,11 @@ def _write_keys(writer: Any, architecture: str, config: Any) -> None:
     if architecture in ("command-r", "cohere2"):
         writer.add_logit_scale(config.logit_scale)
     _write_expert_keys(writer, config, head_dim)
+    write_tokenizer(writer)
+
+
+def write_tokenizer(writer: Any) -> None:
+    """A vocabulary of bytes."""
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(TOKENS)

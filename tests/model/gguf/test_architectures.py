@@ -14,7 +14,7 @@ from millrace.model.checkpoint.hub import resolve  # noqa: E402
 from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source  # noqa: E402
 from millrace.model.families.registry import read_spec  # noqa: E402
 from millrace.model.grouped_matrix import GroupedMatrix  # noqa: E402
-from tests.model.gguf import made_files  # noqa: E402
+from tests.model.gguf import made_files, made_latents, made_recurrent  # noqa: E402
 from tests.model.gguf.made_files import MADE, write_gguf  # noqa: E402
 
 
@@ -23,9 +23,16 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("name", MADE)
+WRITERS = {
+    **dict.fromkeys(MADE, write_gguf),
+    **dict.fromkeys(made_recurrent.MADE, made_recurrent.write_gguf),
+    **dict.fromkeys(made_latents.MADE, made_latents.write_gguf),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
 def test_a_gguf_file_has_the_spec_and_the_tensors_of_its_checkpoint(name: str, tmp_path: Path) -> None:
-    folder, file = write_gguf(name, tmp_path)
+    folder, file = WRITERS[name](name, tmp_path)
     stand_in = resolve(str(file))
     theirs, their_spec = open_source(folder, read_spec(folder), "auto")
     ours, our_spec = open_source(stand_in, read_spec(stand_in), "auto")

@@ -96,3 +96,20 @@ def test_merges_that_are_left_out_change_no_text(seed: int) -> None:
 def bpe_of(texts: list[str], merges: NDArray[np.int32]) -> Tokenizer:
     pairs = [(texts[left], texts[right]) for left, right in merges.tolist()]
     return Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=pairs, byte_fallback=True))
+
+
+def test_listed_merges_make_tokens_whose_spaces_have_signs_as_in_gemma_4() -> None:
+    texts = ["<unk>", "<bos>", "▁", "H", "i", "Hi", "▁Hi", "<0x0A>"]
+    metadata = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.token_type": np.array([2, 3, 1, 1, 1, 1, 1, 6]),
+        "tokenizer.ggml.merges": ["H i", "▁ Hi"],
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+    made = read_tokenizer(metadata, "m.gguf").make()
+    assert [texts[index] for index in made.encode("Hi Hi\ni").ids] == ["<bos>", "Hi", "▁Hi", "<0x0A>", "i"]
+    assert made.decode(made.encode("Hi  Hi\ni").ids) == "Hi  Hi\ni"
+    with pytest.raises(CheckpointError, match="merges: a merge is not of two tokens"):
+        read_tokenizer({**metadata, "tokenizer.ggml.merges": ["i H"]}, "m.gguf")

@@ -18,9 +18,8 @@ from tests.counts import FULL
 from tests.native_builds import quicken
 from tests.thinned import dropped
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # beside other workers, torch's threads would fight for the cores
-    gc.disable()  # until all tests are collected: what that makes stays
+if "PYTEST_XDIST_WORKER" in os.environ:  # one of several beside each other: torch's threads would fight for the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if not FULL:
     quicken(build.FLAGS, machine.instruction_sets())
@@ -48,7 +47,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What all tests have imported stays: no collection of garbage looks at it again, which takes half a second."""
     gc.freeze()
-    gc.enable()
 
 
 class Imported:

@@ -16,7 +16,7 @@ from typing import Any
 QUICK = ["-O1"]
 
 
-def tested(available: Sequence[str]) -> tuple[str, ...]:
+def best_and_plainest(available: Sequence[str]) -> tuple[str, ...]:
     """Of the instruction sets of this machine, best first: the best and the plainest; the others are the same code."""
     return tuple(dict.fromkeys((*available[:1], *available[-1:])))
 
@@ -35,7 +35,7 @@ def main() -> int:
     available = runpy.run_path(str(folder / "machine.py"))["instruction_sets"]()
     quicken(build["FLAGS"], available)
     try:
-        for name in tested(available):
+        for name in best_and_plainest(available):
             build["library_path"](name)
     except build["BuildError"] as error:  # the tests will say so
         print(f"native library: {error}", file=sys.stderr)

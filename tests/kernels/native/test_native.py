@@ -21,10 +21,10 @@ from millrace.kernels.native.shape import DType, Longs, Quantization
 from millrace.kernels.native.thread_throttle import ThreadThrottle
 from tests.counts import FULL
 from tests.kernels.native_oracle import SMALL, Checkpoint, Run, small_shape
-from tests.native_builds import tested
+from tests.native_builds import best_and_plainest
 
 FOUND = machine.instruction_sets()
-AVAILABLE = FOUND if FULL else tested(FOUND)
+AVAILABLE = FOUND if FULL else best_and_plainest(FOUND)
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 
 # Each of them is forced in turn. "avx512_bf16" runs where the processor multiplies bfloat16.

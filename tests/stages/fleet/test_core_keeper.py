@@ -166,7 +166,7 @@ def test_an_engine_has_come_back_only_if_it_is_the_one_that_served(monkeypatch: 
             """Takes all."""
 
         async def start(self, setup: Any, files: Any) -> Any:
-            return SimpleNamespace(instance=Client.instance, files={})
+            return SimpleNamespace(instance=Client.instance, files={}, labels={})
 
         def kill(self) -> None:
             """Does nothing."""
@@ -193,4 +193,5 @@ def test_an_engine_has_come_back_only_if_it_is_the_one_that_served(monkeypatch: 
         assert not core.has_come_back
 
     monkeypatch.setattr(engine_core, "EngineClient", Client)
+    monkeypatch.setattr(engine_core, "digest_of", lambda ready: "")
     run(live, seed=0)

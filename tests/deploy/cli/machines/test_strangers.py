@@ -90,7 +90,7 @@ pytestmark = pytest.mark.security
 
 def test_connections_that_never_finish_a_header_do_not_keep_probes_from_an_engine() -> None:
     async def main() -> None:
-        engine = SimpleNamespace(state="ready", num_fronts=1, num_live=0)
+        engine = SimpleNamespace(state="ready", num_fronts=1, num_live=0, labels={})
         pages = EnginePages(cast(Any, engine), "127.0.0.1", 0)
         await pages.start()
         address = ("127.0.0.1", int(pages.url.rpartition(":")[2]))
@@ -130,7 +130,7 @@ async def _server() -> AsyncIterator[Address]:
 
 @asynccontextmanager
 async def _pages() -> AsyncIterator[Address]:
-    engine = SimpleNamespace(state="ready", num_fronts=1, num_live=0)
+    engine = SimpleNamespace(state="ready", num_fronts=1, num_live=0, labels={})
     pages = EnginePages(cast(Any, engine), "127.0.0.1", 0)
     await pages.start()
     yield ("127.0.0.1", int(pages.url.rpartition(":")[2]))

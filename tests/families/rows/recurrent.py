@@ -43,7 +43,7 @@ MAMBA1: dict[str, Any] = {
 ROWS = (
     row("qwen3-next", "qwen3_next", **{**GDN, "by": OWN}, **SPARSE),
     row("qwen3-next-dense", "qwen3_next", **{**GDN, "by": OWN}, num_experts=0),
-    row("qwen3.5", "qwen3_5_text", **{**GDN, "by": OWN}),
+    row("qwen3.5", "qwen3_5_text", seed=1, **{**GDN, "by": OWN}),
     row("qwen3.5-moe", "qwen3_5_moe_text", **{**GDN, "by": OWN}, **SPARSE),
     row("olmo-hybrid", "olmo_hybrid", **{key: value for key, value in GDN.items() if key != "head_dim"}),
     row("lara-mini", "lara_mini", sliding_window=16, **{**GDN, **SPARSE, "layer_types": layer_types("lslf")}),
@@ -94,6 +94,7 @@ ROWS = (
     row(
         "nemotron-h",
         "nemotron_h",
+        seed=1,
         head_dim=8,
         layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
         mamba_num_heads=4,

@@ -338,8 +338,9 @@ def _write_qwen(writer: Any, config: Any, head_dim: int, rope: dict[str, Any]) -
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     writer.add_full_attention_interval(2)
-    writer.add_rope_dimension_sections([11, 11, 10, 0])
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 0.25)))
+    rotated = int(head_dim * rope.get("partial_rotary_factor", 0.25))
+    writer.add_rope_dimension_sections([rotated // 2, 0, 0, 0])
+    writer.add_rope_dimension_count(rotated)
     if hasattr(config, "num_experts"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)

@@ -31,6 +31,7 @@ from millrace.stages.outputs import ModelInfo
 from millrace.stages.split import process_client
 from millrace.stages.split.engine_core import EngineCore
 from millrace.stages.testing.scripted.engine import _loaded, _model, _resolved
+from millrace.stages.traffic.traffic_rules import TrafficRules
 from tests.simulation.fleet import FleetWorld, load_scripted, run_fleet_seed, watch_requests
 from tests.simulation.memory_link import MemorySocket, env_of_a_process, take_memory_sockets
 from tests.simulation.world import Report
@@ -101,7 +102,9 @@ class Machine:
     async def _run(self) -> None:
         for number in itertools.count():
             env = env_of_a_process(self._world.env)
-            server = EngineServer(self._world.config, env, self._load, prefix_key=KEY, link_timeout_s=LINK_TIMEOUT_S)
+            labels = self._world.labels_of(self._index)
+            options: Any = {"prefix_key": KEY, "link_timeout_s": LINK_TIMEOUT_S, "labels": labels}
+            server = EngineServer(self._world.config, env, self._load, **options)
             server._instance = f"{self._index}/{number}"  # the env's secrets are alike in all processes
             try:
                 await server.start()
@@ -138,6 +141,12 @@ class Machine:
 class MachinesWorld(FleetWorld):
     """See `FleetWorld`."""
 
+    rules: TrafficRules | None = None
+
+    def labels_of(self, index: int) -> dict[str, str]:
+        """What the operator says of an engine."""
+        return {}
+
     async def live(self) -> Report:
         with _on_machines(self.env):
             count = self.setup.config.data_parallel_size
@@ -147,7 +156,8 @@ class MachinesWorld(FleetWorld):
             try:
                 ready = await look_at_all(machines)
                 config = front_config(self.setup.config, ready)
-                made = RouteEngine(config, Members.of(machines), KEY, read_text=self._read_text, env=self.env)
+                members, parts = Members.of(machines), {"read_text": self._read_text, "traffic": self.rules}
+                made = RouteEngine(config, members, KEY, env=self.env, **parts)
                 watch_requests(made, self)
                 self.engine = cast(Any, made)
                 await made.start()

@@ -5,7 +5,8 @@ The first failing seed is minimised: the clients and faults that are left are pr
 With `--lanes 2 3 4` each seed with decoding rows dealt over these numbers of lanes, as by ranks of layers.
 With `--late 1 2 4` on an asynchronous device, each seed with each of these numbers of steps in flight. With `--fleet` a
 fleet of engine processes (`fleet.py`), without minimising; `--fleet --bugs` plants bugs and says which seeds find them.
-With `--fleet --machines` a front whose engines are on machines of their own (`machines.py`).
+With `--fleet --machines` a front whose engines are on machines of their own (`machines.py`), with `--fleet --traffic`
+the same with labels, a split and a shadow (`traffic.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tests.simulation.fleet_bugs import FLEET_BUGS, MACHINE_BUGS, find_fleet_bug
 from tests.simulation.machines import run_machines_seed
 from tests.simulation.minimise import Part, minimise
 from tests.simulation.setups import FAULTS, SETTLE_FAULT, Setup, draw_setup, in_lanes, on_streams
+from tests.simulation.traffic import run_traffic_seed
 from tests.simulation.world import Report, run_seed
 
 Change = Callable[[Setup], Setup]
@@ -46,6 +48,7 @@ def main() -> int:
     parser.add_argument(
         "--machines", action="store_true", help="with --fleet: the engines are on machines of their own"
     )
+    parser.add_argument("--traffic", action="store_true", help="with --fleet: the same, with a split and a shadow")
     parser.add_argument("--bugs", nargs="*", metavar="NAME", help="with --fleet: plant these, or all, and find them")
     options = parser.parse_args()
     if options.fleet:
@@ -54,6 +57,7 @@ def main() -> int:
         if options.bugs is not None:
             return find_fleet_bugs(options.bugs or list(MACHINE_BUGS if options.machines else FLEET_BUGS), seeds)
         run_one_fleet = run_machines_seed if options.machines else run_fleet_seed
+        run_one_fleet = run_traffic_seed if options.traffic else run_one_fleet
         return run_fleets(seeds, options.max_failures, run_one_fleet, is_traced=options.trace)
 
     changes: list[Change] = [partial(on_streams, steps_in_flight=count) for count in options.late or ()]

@@ -17,12 +17,15 @@ from tests.counts import count
 from tests.simulation.fleet import POISON, STRIKES, run_fleet_seed
 from tests.simulation.fleet_bugs import FLEET_BUGS, MACHINE_BUGS, find_fleet_bug
 from tests.simulation.machines import run_machines_seed
+from tests.simulation.traffic import run_traffic_seed
 
 pytestmark = [pytest.mark.simulation, pytest.mark.slow]
 
 IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
 NUM_SEEDS = count(5, 500)
 NUM_MACHINE_SEEDS = count(3, 500)
+NUM_TRAFFIC_SEEDS = count(1, 500)
+FIRST_TRAFFIC_SEED = 10  # which sends copies
 MAX_SEEDS_TO_FIND = 1_000
 FOUND_BY = {  # seeds that found the bug at the last search, tried first
     "resumed_from_the_start": (1,),
@@ -52,6 +55,14 @@ def test_every_seed_of_engines_on_machines_of_their_own_keeps_the_invariants() -
     if IS_FULL:
         spared = [name for name in (*STRIKES, POISON, "silent") if states[name] < NUM_MACHINE_SEEDS // 100]
         assert not spared, f"what hardly ever strikes: {spared} in {dict(states)}"
+
+
+def test_every_seed_of_a_split_and_a_shadow_keeps_the_invariants() -> None:
+    states = Counter[str]()
+    for seed in range(FIRST_TRAFFIC_SEED, FIRST_TRAFFIC_SEED + NUM_TRAFFIC_SEEDS):
+        states += run_traffic_seed(seed).value.states
+    if IS_FULL:
+        assert states["copies"] > NUM_TRAFFIC_SEEDS and states["moved"] > NUM_TRAFFIC_SEEDS // 100, dict(states)
 
 
 @pytest.mark.parametrize("name", [*FLEET_BUGS, *MACHINE_BUGS] if IS_FULL else IN_CI)

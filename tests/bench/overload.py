@@ -4,7 +4,8 @@
 
 The engines are scripted and have no model: a step takes a fixed time. First two requests a slot run at a time, which
 measures what the engines can do together. Then requests arrive at `factor` times that rate, evenly drawn, and
-none is sent again. Printed are
+none is sent again. In the end two requests a slot run again: what other work takes from the machine changes with
+time, and the goodput is compared with the mean of both. Printed are
 
     goodput      tokens a second, of the rate that the engines can do
     refused      the share that got 429, and how long that took
@@ -56,6 +57,7 @@ class Figures:
     """What was seen. Waits are in seconds."""
 
     capacity: float = 0.0  # tokens a second
+    capacities: tuple[float, ...] = ()  # before and after, where they were measured
     goodput: float = 0.0
     num_offered: int = 0
     num_late: int = 0  # admitted, and then not begun in time
@@ -87,7 +89,7 @@ class _Request:
 
 
 async def measure(load: Overload) -> Figures:
-    """Runs both phases."""
+    """Runs all phases."""
     figures = Figures()
     dice, tokens = Random(7), list[tuple[float, int]]()
     requests: list[_Request] = []
@@ -116,12 +118,16 @@ async def measure(load: Overload) -> Figures:
             if requests[-1].refused is not None:
                 await load.sleep(0.05)
 
-    began_s = load.now()
-    clients = [load.fronts[number % len(load.fronts)] for number in range(2 * load.num_slots)]
-    end_s = began_s + load.warm_up_s + (load.seconds / 2 if load.capacity is None else 0.0)
-    await asyncio.gather(*(keep_asking(front, end_s) for front in clients))
-    figures.capacity = load.capacity or _rate(tokens, began_s + load.warm_up_s, end_s)
-    figures.num_late = 0
+    async def keep_full(seconds: float) -> float:
+        began_s = load.now()
+        clients = [load.fronts[number % len(load.fronts)] for number in range(2 * load.num_slots)]
+        end_s = began_s + load.warm_up_s + seconds
+        await asyncio.gather(*(keep_asking(front, end_s) for front in clients))
+        return _rate(tokens, began_s + load.warm_up_s, end_s) if seconds else 0.0
+
+    before = await keep_full(load.seconds / 2 if load.capacity is None else 0.0)
+    figures.capacity, figures.num_late = load.capacity or before, 0
+    figures.refusals_s.clear()
 
     tokens.clear()
     requests.clear()
@@ -142,6 +148,11 @@ async def measure(load: Overload) -> Figures:
         elif next_s is not None and began_s + load.warm_up_s < request.sent_s < end_s:
             figures.waits.append((request.refused.estimated_wait_s, next_s - request.sent_s))
             figures.engines.add(request.refused.num_engines)
+    if load.capacity is None:
+        num_late, refusals_s = figures.num_late, [*figures.refusals_s]
+        figures.capacities = (before, await keep_full(load.seconds / 2))
+        figures.capacity = sum(figures.capacities) / 2
+        figures.num_late, figures.refusals_s = num_late, refusals_s
     return figures
 
 
@@ -181,7 +192,8 @@ def main() -> None:
     parser.add_argument("--max-queue-s", type=float, default=2.0)
     figures = asyncio.run(_run(parser.parse_args()))
     refused, told = len(figures.refusals_s) / figures.num_offered, [wait for wait, _ in figures.waits]
-    print(f"capacity     {figures.capacity:.1f} tokens a second")
+    each = " and ".join(f"{one:.1f}" for one in figures.capacities)
+    print(f"capacity     {figures.capacity:.1f} tokens a second, of {each} before and after")
     print(f"goodput      {figures.goodput:.1f} tokens a second, {100 * figures.share:.0f} % of it")
     print(f"refused      {100 * refused:.0f} % of {figures.num_offered}; p99 {1e3 * figures.refusal_p99_s:.1f} ms")
     print(f"late         {figures.num_late} requests waited longer than predicted, and got 408")

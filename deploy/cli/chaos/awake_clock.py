@@ -29,6 +29,12 @@ class AwakeClock:
         self._last_s = now_s
         return now_s - self._lost_s
 
+    @property
+    def lost_s(self) -> float:
+        """Seconds so far in which this process did not run."""
+        self.now()
+        return self._lost_s
+
     async def tick(self) -> None:
         """Looks at the time again and again, until it is cancelled."""
         while True:

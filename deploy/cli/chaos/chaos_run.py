@@ -131,6 +131,8 @@ async def run_chaos(options: ChaosOptions, folder: Path, again: str = "") -> Cha
     result.violations += links.violations() + check_logs(fleet.members)
     result.violations += [f"{span.strike}: {one}" for span in result.spans for one in span.problems]
     result.lines = describe(result.spans, result.requests, links, result.violations, again)
+    if fleet.clock.lost_s > 1.0:
+        result.lines.insert(-1, f"the machine stood still for {fleet.clock.lost_s:.0f} s")
     return result
 
 

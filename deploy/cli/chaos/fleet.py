@@ -21,6 +21,8 @@ from .relay import Relay
 SIZE = re.compile(r"(\d+)x(\d+)")
 KEY_BYTES = 32
 STOP_S = 100.0  # for a process to end by itself: its own limit, and time on a busy machine
+KILLED_ITSELF = 1  # exit status of a process whose stop took longer than its own limit
+STOOD_STILL_S = 3.0  # what is left of that limit after the drain
 # pools so small that sequences are preempted, one thread, and a pause in which a stopped process is not lost yet
 ENGINE_FLAGS = (
     *("--threads", "1", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"),
@@ -173,14 +175,23 @@ class ChaosFleet:
 
 async def end(member: FleetMember, clock: AwakeClock) -> str | None:
     """Sends SIGTERM to a process and waits for its end. Returns what was wrong with it, if anything was."""
-    if member.process is None:
-        return None
-    if member.process.returncode is None:
-        member.process.terminate()
-    if not await clock.wait([member.process.wait()], STOP_S):
+    return None if member.process is None else await end_process(member, member.process, clock)
+
+
+async def end_process(member: FleetMember, process: asyncio.subprocess.Process, clock: AwakeClock) -> str | None:
+    """As `end`, of one of its processes.
+
+    A process ends itself with an error when its stop takes too long. On a machine that stood still meanwhile that says
+    nothing of it.
+    """
+    lost_s = clock.lost_s
+    if process.returncode is None:
+        process.terminate()
+    if not await clock.wait([process.wait()], STOP_S):
         return f"{member.name} did not end {STOP_S:g} s after SIGTERM"
-    code = member.process.returncode or 0
-    if code and not (code < 0 and member.pid in member.killed):
+    code = process.returncode or 0
+    is_late = code == KILLED_ITSELF and clock.lost_s - lost_s > STOOD_STILL_S
+    if code and not is_late and not (code < 0 and process.pid in member.killed):
         return f"{member.name} ended with exit status {code} after SIGTERM"
     return None
 

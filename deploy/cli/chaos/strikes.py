@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ....stages.errors import NotStartedError
 from .balancer import Balancer
-from .fleet import ChaosFleet, end, engine_name, front_name
+from .fleet import ChaosFleet, end, end_process, engine_name, front_name
 from .members import FleetMember
 from .plan import Plan, Strike
 from .relay import Relay
@@ -151,10 +151,8 @@ class Striker:
         assert before is not None
         await member.start()
         self._balancer.note_new(span.strike.front, at_once=False)
-        before.terminate()
-        code = await before.wait()
-        if code:
-            span.problems.append(f"{member.name} ended with exit status {code} after SIGTERM")
+        problem = await end_process(member, before, self._clock)
+        span.problems += [] if problem is None else [problem]
 
     async def _fill_disk(self, span: StrikeSpan) -> None:
         member = self._member(span.strike)

@@ -21,6 +21,7 @@ def test_time_in_which_the_process_did_not_run_is_not_counted(monkeypatch: pytes
     assert clock.now() - began_s == pytest.approx(2.7 * LATE_S)
     now_s[0] += 40.0  # stopped
     assert clock.now() - began_s == pytest.approx(2.7 * LATE_S + TICK_S)
+    assert clock.lost_s == pytest.approx(40.0 - TICK_S)
     now_s[0] += 0.5
     assert clock.now() - began_s == pytest.approx(2.7 * LATE_S + TICK_S + 0.5)
 

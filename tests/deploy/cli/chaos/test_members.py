@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from millrace.deploy.cli.chaos.fleet import ChaosFleet, FleetSize
+from millrace.deploy.cli.chaos.awake_clock import AwakeClock
+from millrace.deploy.cli.chaos.fleet import ChaosFleet, FleetSize, end_process
 from millrace.deploy.cli.chaos.members import FleetMember
 
 CLOCKS = "import json, time; print(json.dumps([time.time(), time.time_ns() / 1e9, time.monotonic()]))"
@@ -36,6 +40,37 @@ def test_settings_of_the_user_reach_no_process_of_the_fleet(monkeypatch: pytest.
     member = FleetMember("engine0", (), tmp_path, {"MORE": "5"})
     assert "MILLRACE_MAX_NUM_SEQS" not in member.environment
     assert (member.environment["OTHER"], member.environment["MORE"]) == ("4", "5")
+
+
+@pytest.mark.parametrize(
+    ("code", "stood_still_s", "problem"),
+    [
+        (0, 0.0, None),
+        (1, 0.0, "engine0 ended with exit status 1 after SIGTERM"),
+        (1, 2.0, "engine0 ended with exit status 1 after SIGTERM"),
+        (1, 40.0, None),  # its own limit passed meanwhile
+        (3, 40.0, "engine0 ended with exit status 3 after SIGTERM"),
+    ],
+)
+def test_an_end_with_an_error_is_a_problem_unless_the_machine_stood_still(
+    tmp_path: Path, code: int, stood_still_s: float, problem: str | None
+) -> None:
+    class Clock(AwakeClock):
+        async def wait(self, awaited: Sequence[Awaitable[Any]], limit_s: float) -> bool:
+            self._lost_s += stood_still_s
+            return await super().wait(awaited, limit_s)
+
+    class Process:
+        pid, returncode = 1, None
+
+        def terminate(self) -> None:
+            self.returncode = code
+
+        async def wait(self) -> int:
+            return code
+
+    process: Any = Process()
+    assert asyncio.run(end_process(FleetMember("engine0", (), tmp_path), process, Clock())) == problem
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prlimit is of Linux")

@@ -32,9 +32,6 @@ class AttentionStep {
     // defer.
     void decide_deferral(bool prefetches_kv) { can_defer_ = !prefetches_kv && !USES_AMX<Cached> && layouts_[0].is_tiled(); }
 
-    // Memory of the threads' buffers.
-    static int64_t scratch_bytes(int num_threads) { return int64_t(sizeof(AttentionScratch<Cached>)) * num_threads; }
-
     // Lists the tiles that each part reads, in the order in which `attend` reads them.
     void list_reads(const Batch<Input>& batch, AttentionPlan* plan) {
         plan->first_read.push_back(0);

@@ -1,4 +1,4 @@
-// One step of the decoder, for one dtype and one cache type: the layers as a sequence of phases.
+// One step of the decoder, for one dtype: the layers as a sequence of phases.
 //
 // The phases of a step, with a barrier after each (machine/threads.h):
 //   list reads     rank 0 lists the key and value tiles that each part of attention reads, while the others join
@@ -26,24 +26,45 @@
 
 #include <optional>
 
-#include "attention/attention_step.h"
+#include "attention/cache_phases.h"
 #include "linear/activations.h"
 #include "recurrent/recurrent_step.h"
 #include "step/experts.h"
 #include "step/layer_inputs.h"
-#include "latents/latent_step.h"
 #include "step/output_head.h"
 #include "step/norms.h"
-#include "step/rope_and_cache_write.h"
 
 namespace millrace {
+
+// Calls use(a number of the cache's type).
+template <class Weight, class Use>
+auto with_cache_type(const Model& model, const Use& use) {
+    if (model.shape.cache == INT8) return use(int8_t());
+    if constexpr (!IS_GROUPED<Weight>)
+        return use(Weight());
+    else
+        return model.shape.cache == BFLOAT16 ? use(bf16()) : use(float());
+}
+
+template <class Weight>
+std::unique_ptr<CachePhases<InputOf<Weight>>> make_phases_of_cache(Model& model, const StepInputs& inputs) {
+    return with_cache_type<Weight>(
+        model, [&](auto cached) { return make_cache_phases<InputOf<Weight>, decltype(cached)>(model, inputs); });
+}
+
+// Memory of the threads' buffers for attention.
+template <class Weight>
+int64_t attention_scratch_bytes(const Model& model, int num_threads) {
+    return with_cache_type<Weight>(
+        model, [&](auto cached) { return int64_t(sizeof(AttentionScratch<decltype(cached)>)) * num_threads; });
+}
 
 // The threads of a step: `num_threads` together, or the one with index `thread_index` of `num_concurrent` alone.
 struct ThreadAssignment {
     int num_threads, thread_index = 0, num_concurrent = num_threads;
 };
 
-template <class Weight, class Cached>
+template <class Weight>
 class Step {
     using Input = InputOf<Weight>;
     using Member = ThreadTeam::Member;
@@ -52,14 +73,13 @@ class Step {
     // `memory`: of its activations. The other buffers must exist: see `reserve`.
     Step(Model& model, const StepInputs& inputs, ThreadAssignment assignment, char* memory, bool uses_screen)
         : model_(model), shape_(model.shape), assignment_(assignment), times_(model.phase_ns),
-          layouts_(layouts_of(*inputs.cache)),
           selected_rows_(inputs), no_adapters_(model, nullptr, 0), all_(model, memory, inputs), selected_(model, all_.buffers.end, selected_rows_.of(inputs)),
           experts_of_all_(model, inputs.num_tokens), experts_of_selected_(model, selected_.inputs.num_tokens),
-          rope_(model, layouts_, inputs), latents_(model, layouts_), attention_(model, layouts_), recurrent_(model),
+          cache_(make_phases_of_cache<Weight>(model, inputs)), recurrent_(model),
           output_head_(model, inputs, assignment.num_threads, uses_screen) {
         int num_threads = assignment.num_threads;
         for (int i = 0; i <= last_layer(); i++)
-            (i == last_layer() ? last_batch() : all_).plan(model, i, num_threads, QUERY_ROWS<Cached>);
+            cache_->plan(i, i == last_layer() ? &last_batch() : &all_, num_threads);
         int64_t num_floats = 0;
         for_each_plan([&](const Batch<Input>&, const AttentionPlan& plan) {
             if (plan.is_split) num_floats = std::max(num_floats, plan.partial_size * int64_t(plan.chunks.size()));
@@ -73,14 +93,14 @@ class Step {
         if ((prefetches_kv || model.splits_rows || model.is_streaming) && !is_cache_retaining())
             prefetches_kv = model.splits_rows = model.is_streaming = false;
         if (prefetches_kv) kv_prefetchers_.resize(num_threads);
-        attention_.decide_deferral(prefetches_kv);
+        cache_->decide_deferral(prefetches_kv);
     }
 
     // Allocates the activations and the buffers per thread. NOTE: here, where bad_alloc can be reported; not on a pool
     // thread.
     static char* reserve(Model& model, int64_t num_tokens, int64_t num_logits, int num_threads, int64_t activation_bytes) {
         grow(&model.activations, activation_bytes);
-        grow(&model.scratch, AttentionStep<Input, Cached>::scratch_bytes(num_threads));
+        grow(&model.scratch, attention_scratch_bytes<Weight>(model, num_threads));
         reserve_workspace<Weight>(&model, std::max(num_tokens, num_logits), num_threads);
         return model.activations.as<char>();
     }
@@ -143,7 +163,7 @@ class Step {
     // By rank 0 alone, while the others join.
     void list_all_reads(Phases& phases) {
         times_.run(phases, OTHER, [&](Member) {
-            for_each_plan([&](const Batch<Input>& batch, AttentionPlan& plan) { attention_.list_reads(batch, &plan); });
+            for_each_plan([&](const Batch<Input>& batch, AttentionPlan& plan) { cache_->list_reads(batch, &plan); });
         });
     }
 
@@ -244,23 +264,6 @@ class Step {
                 scale_numbers(at.residual + t * at.hidden_stride, shape_.hidden_size, layer.output_scale[0]);
             });
         });
-    }
-
-    static std::vector<CacheLayout<Cached>> layouts_of(const CacheSlabs& cache) {
-        std::vector<CacheLayout<Cached>> layouts;
-        for (int64_t kind = 0; kind < cache.num_kinds; kind++)
-            layouts.emplace_back(cache.slab_bytes, cache.kinds[kind].blocks_per_slab, cache.block_size,
-                                 cache.kinds[kind].num_kv_heads, cache.kinds[kind].head_dim,
-                                 cache.kinds[kind].value_dim);
-        return layouts;
-    }
-
-    int64_t kind_of(int index) const { return all_.inputs.cache->layer_kinds[index]; }
-
-    // The layer's place in the first slab.
-    Cached* cache_of(int index) const {
-        const CacheSlabs& cache = *all_.inputs.cache;
-        return static_cast<Cached*>(cache.memory) + cache.places[index] * layouts_[kind_of(index)].layer_size();
     }
 
     // Where rows begin before their norm.
@@ -366,7 +369,7 @@ class Step {
     // Whether to prefetch keys and values a layer ahead, provided that the cache retains them: products leave time for
     // it, and decoding rows read any.
     bool is_kv_prefetch_worthwhile() {
-        if (model_.layers.size() == 1 || !layouts_[0].is_tiled() || !model_.has_attention_alone()) return false;
+        if (model_.layers.size() == 1 || !cache_->is_tiled() || !model_.has_attention_alone()) return false;
         if (num_prefetch_pairs<Weight>(model_.layers[0].qkv, all_.buffers.normed) == 0) return false;
         bool is_read = false;
         for_each_plan([&](const Batch<Input>&, const AttentionPlan& plan) {
@@ -395,12 +398,9 @@ class Step {
         add_pairs(before.output), add_pairs(layer.qkv);
         if (before.has_network()) add_pairs(before.down);
         if (before.has_network() && !before.shape.is_parallel) add_pairs(before.gate_up);
-        int64_t tile_bytes = KEY_TILE * layouts_[plan.kind].padded_dim() * int64_t(sizeof(Cached));
         // The other half is for what is read meanwhile.
         int64_t max_bytes = model_.cache_probe.num_bytes() / 2 / assignment_.num_concurrent;
-        const int64_t* reads = plan.reads.data();
-        kv_prefetchers_[member.rank].begin(cache_of(index), reads + plan.first_read[first], reads + plan.first_read[end],
-                                           tile_bytes, max_bytes, num_pairs);
+        cache_->begin_prefetch(index, plan, first, end, max_bytes, num_pairs, &kv_prefetchers_[member.rank]);
     }
 
     // The layer up to its cache write, or the change of its states.
@@ -413,7 +413,7 @@ class Step {
             FloatOutput{all_.buffers.qkv, all_.buffers.qkv_stride, StoreMode::STORE, 1.0f, update.if_any()});
         if (layer.shape.has_latents()) return run_latents(index, phases);
         if (layer.is_recurrent()) return recurrent_.mix(all_, layer, times_, phases);
-        times_.run(phases, OTHER, [&](Member member) { write_rope_and_cache(index, member); });
+        times_.run(phases, OTHER, [&](Member member) { cache_->write_keys_and_values(index, all_, member); });
     }
 
     // Writes a layer's latents into the cache, and makes the queries for them: see latents/latent_step.h.
@@ -430,10 +430,7 @@ class Step {
             run_product(phases, layer.query_up, inner, no_update(),
                         FloatOutput{at.queries, at.queries_stride, StoreMode::STORE}, [](Member) {});
         }
-        times_.run(phases, LINEARS, [&](Member member) {
-            if constexpr (!CacheLayout<Cached>::HAS_SCALES)
-                latents_.write_and_absorb(layer, all_, kind_of(index), cache_of(index), member);
-        });
+        times_.run(phases, LINEARS, [&](Member member) { cache_->write_and_absorb(index, all_, member); });
     }
 
     void run_attention_and_mlp(int index, const Batch<Input>& batch, Phases& phases) {
@@ -479,15 +476,12 @@ class Step {
     }
 
     void run_attention(int index, const Batch<Input>& batch, Phases& phases) {
-        const Layer& layer = model_.layers[index];
         const AttentionPlan& plan = batch.plan_of(model_, index);
-        const Cached* cache = cache_of(index);
-        times_.run(phases, ATTENTION, [&](Member member) { attention_.attend(batch, plan, layer, cache, member); });
+        times_.run(phases, ATTENTION, [&](Member member) { cache_->attend(index, batch, plan, member); });
         if (plan.is_split)
-            times_.run(phases, ATTENTION,
-                       [&](Member member) { attention_.merge_chunks(batch, plan, layer, cache, member); });
-        if (layer.shape.has_latents())
-            times_.run(phases, LINEARS, [&](Member member) { latents_.expand(layer, batch, member); });
+            times_.run(phases, ATTENTION, [&](Member member) { cache_->merge_chunks(index, batch, plan, member); });
+        if (model_.layers[index].shape.has_latents())
+            times_.run(phases, LINEARS, [&](Member member) { cache_->expand(index, batch, member); });
     }
 
     // Gathers residuals of the selected rows, and queries, or what else the last layer still needs of its first product.
@@ -514,29 +508,16 @@ class Step {
         });
     }
 
-    // Normalizes and rotates queries and keys, and writes keys and values into the cache.
-    void write_rope_and_cache(int index, Member member) {
-        const Layer& layer = model_.layers[index];
-        int64_t kind = kind_of(index);
-        Cached* cache = cache_of(index);
-        parallel_for_rows(member, all_.inputs.num_tokens, [&](int64_t t) {
-            rope_.run(layer, kind, cache, t, all_.buffers.qkv + t * all_.buffers.qkv_stride);
-        });
-    }
-
     Model& model_;
     const Shape& shape_;
     ThreadAssignment assignment_;
     PhaseTimes times_;
-    std::vector<CacheLayout<Cached>> layouts_;  // by kind
     SelectedRows selected_rows_;
     LoraRows no_adapters_;
     Batch<Input> all_, selected_;
     ExpertStep<Weight> experts_of_all_, experts_of_selected_;  // of the two batches
     std::vector<KvPrefetcher> kv_prefetchers_;  // per thread; empty if nothing is prefetched a layer ahead
-    RopeAndCacheWrite<Cached> rope_;
-    LatentStep<Input, Cached> latents_;
-    AttentionStep<Input, Cached> attention_;
+    std::unique_ptr<CachePhases<Input>> cache_;
     RecurrentStep<Input> recurrent_;
     OutputHead<Weight> output_head_;
 };

@@ -1,7 +1,6 @@
 // How the threads divide a step: all threads share all rows, or each of two threads takes half of the rows.
 //
-// Picks the code for the cache's type, allocates the activations, and runs the region on the pool. Runs on the thread
-// that called `run_step`.
+// Allocates the activations, and runs the region on the pool. Runs on the thread that called `run_step`.
 
 #pragma once
 
@@ -85,9 +84,9 @@ inline int64_t run_region(Model& model, int num_threads, const std::function<voi
 
 // Two threads go through layers together until both have joined, because one may get its core late; then each continues
 // with half of the rows. If one thread stays alone it takes both halves from the last layer on.
-template <class Weight, class Cached>
+template <class Weight>
 int64_t run_split(Model& model, const StepInputs& inputs, bool uses_screen) {
-    using OfRows = Step<Weight, Cached>;
+    using OfRows = Step<Weight>;
     int64_t num = inputs.num_tokens, bytes = half_bytes<Weight>(model, num), vocab_size = model.shape.vocab_size;
     char* memory = OfRows::reserve(model, num, num, 2, split_bytes<Weight>(model, num));
     std::array<int64_t, 3> begins{0, num / 2, num};
@@ -117,9 +116,9 @@ int64_t run_split(Model& model, const StepInputs& inputs, bool uses_screen) {
     return elapsed_ns;
 }
 
-template <class Weight, class Cached>
+template <class Weight>
 int64_t run_whole(Model& model, const StepInputs& inputs, int num_threads, bool uses_screen) {
-    using Whole = Step<Weight, Cached>;
+    using Whole = Step<Weight>;
     int64_t bytes = step_activation_bytes<InputOf<Weight>>(model, inputs.num_tokens, inputs.num_logits);
     char* memory = Whole::reserve(model, inputs.num_tokens, inputs.num_logits, num_threads, bytes);
     Whole step(model, inputs, {num_threads}, memory, uses_screen);
@@ -129,40 +128,22 @@ int64_t run_whole(Model& model, const StepInputs& inputs, int num_threads, bool 
     return elapsed_ns;
 }
 
-template <class Weight, class Cached>
-void run_cached(Model& model, const StepInputs& inputs, int num_threads) {
+template <class Weight>
+void run_typed(Model& model, const StepInputs& inputs, int num_threads) {
     bool uses_screen = use_screen(&model.screen, inputs), can_split = can_split_step<Weight>(model, inputs, num_threads);
     SplitTuner::Kind kind{inputs.num_tokens, uses_screen ? 2 : inputs.argmax ? 1 : 0};
     model.screen.num_candidates = -1, model.screen.num_refined = model.kv_prefetched_bytes = 0;
     model.is_step_split = can_split && model.split_tuner.should_split(kind);
-    int64_t elapsed_ns = model.is_step_split ? run_split<Weight, Cached>(model, inputs, uses_screen)
-                                     : run_whole<Weight, Cached>(model, inputs, num_threads, uses_screen);
+    int64_t elapsed_ns = model.is_step_split ? run_split<Weight>(model, inputs, uses_screen)
+                                     : run_whole<Weight>(model, inputs, num_threads, uses_screen);
     if (model.phase_ns) model.phase_ns[NUM_PHASE_KINDS]++;
     can_split ? model.split_tuner.record(kind, model.is_step_split, elapsed_ns) : model.split_tuner.skip();
-}
-
-// Calls use(a number of the cache's type).
-template <class Weight, class Use>
-auto with_cache_type(const Model& model, const Use& use) {
-    if (model.shape.cache == INT8) return use(int8_t());
-    if constexpr (!IS_GROUPED<Weight>)
-        return use(Weight());
-    else
-        return model.shape.cache == BFLOAT16 ? use(bf16()) : use(float());
-}
-
-template <class Weight>
-void run_typed(Model& model, const StepInputs& inputs, int num_threads) {
-    with_cache_type<Weight>(model, [&](auto cached) { run_cached<Weight, decltype(cached)>(model, inputs, num_threads); });
 }
 
 template <class Weight>
 int64_t step_bytes_typed(const Model& model, int64_t num_tokens, int64_t num_logits) {
     int64_t workspace = max_workspace_bytes<Weight>(model, std::max(num_tokens, num_logits));
-    using Input = InputOf<Weight>;
-    int64_t scratch_bytes = with_cache_type<Weight>(model, [&](auto cached) {
-        return AttentionStep<Input, decltype(cached)>::scratch_bytes(model.pool->size());
-    });
+    int64_t scratch_bytes = attention_scratch_bytes<Weight>(model, model.pool->size());
     int64_t activations = step_activation_bytes<InputOf<Weight>>(model, num_tokens, num_logits);
     int num_threads = model.pool->size();
     // Rows that may be split.

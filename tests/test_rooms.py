@@ -147,11 +147,12 @@ BELOW = {
     "deploy/cli/bench": "deploy",
     "deploy/cli/doctor": "deploy deploy/http deploy/api",
     "deploy/cli/other_engines": "",
+    "deploy/cli/options": "deploy deploy/settings deploy/http deploy/cli/other_engines",
     "deploy/cli/simulate": "deploy deploy/settings",
     "deploy/cli/chaos": "deploy",
     "deploy/dashboard/playback": "deploy deploy/metrics deploy/api/schema deploy/websocket deploy/dashboard",
     "deploy/cli": "deploy deploy/settings deploy/http deploy/websocket deploy/dashboard deploy/server "
-    "deploy/ray deploy/cli/other_engines deploy/dashboard/playback",
+    "deploy/ray deploy/cli/options deploy/dashboard/playback",
     "deploy/cli/machines": "deploy deploy/http deploy/metrics deploy/cli",
     "deploy/front_processes": "deploy deploy/http deploy/metrics deploy/api deploy/websocket",
     "deploy/cli/fronts": "deploy deploy/http deploy/server deploy/front_processes deploy/cli deploy/cli/machines",

@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 
 from millrace.deploy.cli import main as command_line
+from millrace.deploy.cli.options import shared_options
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.inspect.server_info import _shown
 from millrace.deploy.openapi.document import openapi
@@ -30,7 +31,7 @@ class TeaConfig(ServerConfig):
 
 @pytest.fixture(autouse=True)
 def server_with_tea(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (command_line, generated):
+    for module in (command_line, shared_options, generated):
         monkeypatch.setattr(module, "ServerConfig", TeaConfig)
     monkeypatch.setenv("COLUMNS", "120")
 

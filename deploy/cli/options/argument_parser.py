@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..settings.near_miss import near_miss
+from ...settings.near_miss import near_miss
 
 if TYPE_CHECKING:
-    from .other_engines.translation import Note
+    from ..other_engines.translation import Note
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
 
@@ -47,7 +47,7 @@ class ArgumentParser(argparse.ArgumentParser):
         """Prints usage and message, and exits with code 2."""
         choice = _INVALID_CHOICE.search(message)
         if choice is not None:
-            from .other_engines.near_misses import COMMANDS
+            from ..other_engines.near_misses import COMMANDS
 
             if (instead := COMMANDS.get(choice[1])) is not None and "argument COMMAND" in message:
                 message = f"millrace has no {choice[1]}: {instead}"
@@ -56,8 +56,8 @@ class ArgumentParser(argparse.ArgumentParser):
         super().error(message)
 
     def _translated(self, args: list[str]) -> tuple[list[str], list[Note]]:
-        from .other_engines.rows import FlagError
-        from .other_engines.translation import translate
+        from ..other_engines.rows import FlagError
+        from ..other_engines.translation import translate
 
         for argument in args:  # argparse would read -hf as -h with a value
             if argument.startswith("-h") and (hint := self._hint(argument)) is not None:
@@ -84,7 +84,7 @@ class ArgumentParser(argparse.ArgumentParser):
         """Whose flag an argument is and what to write instead; None for other arguments."""
         if not self.takes_vllm_flags or not argument.startswith("-"):
             return None
-        from .other_engines.near_misses import hint
+        from ..other_engines.near_misses import hint
 
         return hint(argument.partition("=")[0].replace("_", "-"))
 

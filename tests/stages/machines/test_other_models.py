@@ -25,7 +25,7 @@ from tests.stages.machines.scripted_engines import (
 A, B = FixedAddress("a", ("a", 1)), FixedAddress("b", ("b", 1))
 V1, V2 = {"version": "v1"}, {"version": "v2"}
 OTHER = Script(key=1)
-PROMPTS = ["Zoe and 1", "Tom", "The sea is", "One", "I"]
+PROMPTS = ["Zoe and 1", "Tom", "The sea is"]
 ALL_V2, HALF = TrafficRules.parse("version=v2:100", None), TrafficRules.parse("version=v2:50", None)
 
 
@@ -39,7 +39,7 @@ async def test_each_request_is_answered_by_one_model_whichever_it_gets(machines:
     await machines.start("b", labels=V2, script=OTHER)
     async with machines.front(A, B, traffic=HALF) as engine:
         await ready(engine)
-        for number in range(12):
+        for number in range(8):
             prompt = f"prompt {number}"
             found = await answer(engine, prompt)
             assert found == expected(prompt, script=(Script(), OTHER)[engine.choices[0]["engine"]])

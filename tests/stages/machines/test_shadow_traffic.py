@@ -32,7 +32,7 @@ from tests.stages.split.test_split import tokens
 A, B = FixedAddress("a", ("a", 1)), FixedAddress("b", ("b", 1))
 ALL = TrafficRules.parse(None, "version=v2:100")
 OTHER = Script(key=1)
-PROMPTS = [f"prompt {number}" for number in range(8)]
+PROMPTS = [f"prompt {number}" for number in range(5)]
 
 
 async def start_both(machines: ScriptedMachines, **of_second: Any) -> EngineServer:
@@ -79,9 +79,9 @@ async def test_equal_answers_are_counted_and_clients_see_nothing_of_copies(machi
             assert await answer(engine, prompt) == expected(prompt)
             assert await settled(engine, number) == {"equal": number}
         assert await answer(engine, "two choices", replace(SHORT, n=2))
-        assert await settled(engine, 9) == {"equal": 9}
+        assert await settled(engine, 6) == {"equal": 6}
         (link,) = second.fronts.values()
-        assert link.num_seen == 9 and len(ended) == 9
+        assert link.num_seen == 6 and len(ended) == 6
         assert all(choice["engine"] == 0 for choice in engine.choices)
         assert engine.engines[1]["num_requests"] == engine.engines[1]["num_deaths"] == 0
         await check_quiet(engine, second)
@@ -99,16 +99,16 @@ async def test_different_answers_are_counted_and_logged_without_text(machines: S
             assert engine.traffic is not None
             engine.traffic.log_texts(5)
             await answer(engine, "with text")
-            await settled(engine, 9)
+            await settled(engine, 6)
             await check_quiet(engine, second)
     told = [line for line in lines if line["event"] == "shadow.different"]
-    assert len(told) == 9 and {line["engine"] for line in told} == {1}
+    assert len(told) == 6 and {line["engine"] for line in told} == {1}
     ours, theirs = expected("with text"), expected("with text", script=OTHER)
     place = next(place for place in range(8) if ours[place] != theirs[place])
-    assert told[8]["place"] == place and told[8]["num_tokens"] == 8
-    assert told[8]["text"] == bytes(ours[place:]).decode(errors="replace")[:5]
-    assert told[8]["copied_text"] == bytes(theirs[place:]).decode(errors="replace")[:5]
-    assert not any("text" in line for line in told[:8])
+    assert told[5]["place"] == place and told[5]["num_tokens"] == 8
+    assert told[5]["text"] == bytes(ours[place:]).decode(errors="replace")[:5]
+    assert told[5]["copied_text"] == bytes(theirs[place:]).decode(errors="replace")[:5]
+    assert not any("text" in line for line in told[:5])
 
 
 @with_machines
@@ -131,11 +131,11 @@ async def test_copies_in_a_lost_or_full_engine_cost_no_client_anything(machines:
     second = machines.servers["b:1"]
     async with machines.front(A, B, traffic=ALL) as engine:
         await ready(engine)
-        streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in PROMPTS * 2]
+        streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in PROMPTS * 3]
         await until(lambda: second.num_live > 0 and "shed" in results(engine))
         await machines.stop("b")
-        assert await asyncio.gather(*streams) == [expected(prompt, LONG) for prompt in PROMPTS * 2]
-        found = await settled(engine, 16)
+        assert await asyncio.gather(*streams) == [expected(prompt, LONG) for prompt in PROMPTS * 3]
+        found = await settled(engine, 15)
         assert found["shed"] and found["failed"] and set(found) <= {"shed", "failed"}
         assert sum(one["num_deaths"] for one in engine.engines) == engine.engines[1]["num_deaths"]
 

@@ -60,13 +60,13 @@ async def test_a_split_moves_all_requests_step_by_step_without_a_restart(machine
     async with machines.front(A, B, traffic=share(0)) as engine:
         assert engine.traffic is not None
         await both_ready(engine)
-        prompts = [f"prompt {number}" for number in range(20)]
+        prompts = [f"prompt {number}" for number in range(8)]
         for percent in (0, 50, 100):
             engine.traffic.change(share(percent))
             assert await asyncio.gather(*(answer(engine, prompt) for prompt in prompts)) == list(map(expected, prompts))
         found = places(engine)
-        assert found[:20] == [0] * 20 and found[40:] == [1] * 20 and 2 < sum(found[20:40]) < 18
-        assert counted(engine, "num_requests") == {"labelled": sum(found), "rest": 60 - sum(found)}
+        assert found[:8] == [0] * 8 and found[16:] == [1] * 8 and 0 < sum(found[8:16]) < 8
+        assert counted(engine, "num_requests") == {"labelled": sum(found), "rest": 24 - sum(found)}
         assert counted(engine, "num_finished") == counted(engine, "num_requests")
         assert counted(engine, "num_moved") == counted(engine, "num_failed") == {"labelled": 0, "rest": 0}
         assert all(counts.first_token_us.num_observed for counts in engine.traffic.counts.sides.values())
@@ -79,8 +79,8 @@ async def test_a_session_stays_on_its_side_whole(machines: ScriptedMachines) -> 
         await both_ready(engine)
         await both_ready(other)
         where: dict[str, set[str]] = {}
-        for number in range(36):
-            front, session = (engine, other)[number % 2], f"s{number % 9}"
+        for number in range(12):
+            front, session = (engine, other)[number % 2], f"s{number % 6}"
             prompt = Prompt(text=f"turn {number}")
             outbox = await front.submit(Request(f"r{number}", (prompt,), SHORT, session=session, owner="o"))
             async for _ in outbox:

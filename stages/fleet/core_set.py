@@ -38,7 +38,7 @@ class CoreSet:
     def serving(self) -> list[EngineCore]:
         """Those that take requests of clients."""
         taking = [core for core in self.cores if core.is_serving and not core.is_draining]
-        return [core for core in taking if self._traffic.serves_clients(core)]
+        return self._of_clients(taking)
 
     def place(self, prompt: TokenRequest) -> bool:
         """Sends a prompt where the others of its request are, or to the process that the router chooses.
@@ -95,8 +95,14 @@ class CoreSet:
         """Those that may get a request with this adapter now."""
         cores = self.cores if self.only is None else (self.only,)
         with_room = [core for core in cores if self.has_room(core) and has_adapter(core, adapter)]
-        with_room = [core for core in with_room if self._traffic.serves_clients(core)]
+        with_room = self._of_clients(with_room)
         return [core for core in with_room if not core.is_silent] or with_room
+
+    def _of_clients(self, cores: list[EngineCore]) -> list[EngineCore]:
+        """Those of them that serve clients: all but the engines of a shadow."""
+        if self._traffic.rules.shadow is None:
+            return cores
+        return [core for core in cores if self._traffic.serves_clients(core)]
 
     def _loads(self, cores: Sequence[EngineCore]) -> list[CoreLoad]:
         if self._table.num_trials_now:  # a new request beside a suspect might end the process in its stead

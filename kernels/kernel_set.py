@@ -108,6 +108,17 @@ def load_recurrent(name: BackendName) -> RecurrentKernels:
     return launches
 
 
+def load_latents(name: BackendName) -> LatentKernels:
+    """The kernels of attention over latents of that backend. `load` checks whether they can run here."""
+    if name == "torch":
+        from .reference import latents
+
+        return latents
+    from .triton.latents import launches
+
+    return launches
+
+
 class KernelSet(Protocol):
     """The kernels of a decoder: norms, activations, rotary positions and cache write, attention, block copies.
 
@@ -574,4 +585,63 @@ class RecurrentKernels(Protocol):
         beta       [T, H] or None    f32
 
         Returns [T, H, V] f32.
+        """
+
+
+class LatentKernels(Protocol):
+    """The kernels of attention over latents in its absorbed form: see `kernels/reference/latents.py`.
+
+    R  numbers of a latent       E  numbers of the rotated key       W  numbers of a head's value
+    A  numbers of a head's query and key that are not rotated
+    """
+
+    def latent_prologue(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rotated: Tensor,
+        key_up: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Queries for the cache, [T, H, R + E] as q, and the cache write of the new tokens.
+
+        q             [T, H, A + E]      the last E numbers of a head are rotated, in halves; contiguous in a head
+        latents       [T, R]             as q, normed
+        rotated       [T, E]             as q, not yet rotated; any strides over rows
+        key_up        [H, A, R]          as q
+        cos, sin      [P, E / 2] f32
+        positions     [T] i64
+        cache         [N, 1, B, R + E]   as q, one layer's; any strides
+        slot_mapping  [T] i64            as in `attention_prologue`
+        """
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        rank: int,
+        block_tables: Tensor,
+        query_starts: Tensor | None,
+        lengths: Tensor,
+        scale: float,
+        plan: AttentionPlan | None = None,
+    ) -> Tensor:
+        """Attention of `paged_attention`, or of `paged_decode` without `query_starts`, whose values are latents.
+
+        q      [T, H, R + E]      of `latent_prologue`
+        cache  [N, 1, B, R + E]   keys, whose first R = `rank` numbers are values
+        plan                      for an `AttentionShape` with R as its `head_dim`, and E as its `extra_dim`
+
+        Returns [T, H, R or more]: the first R numbers of a head count.
+        """
+
+    def latent_values(self, seen: Tensor, value_up: Tensor) -> Tensor:
+        """What each head sees, [T, H * W], of the latents that it sees.
+
+        seen      [T, H, R or more]   the first R numbers count
+        value_up  [H, W, R]           as seen
         """

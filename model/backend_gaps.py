@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from .spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MoeSpec, RecurrentSpec
+from .spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec, RecurrentSpec
 
 Backend = Literal["native", "torch", "triton"]
 
@@ -19,17 +19,11 @@ def missing(spec: DecoderSpec, backend: Backend) -> list[str]:
         found.update(dict.fromkeys(_of_layer(layer)))
         if isinstance(layer.feed, MoeSpec) and backend != "native":
             found.update(dict.fromkeys(_of_experts(layer.feed)))
-        if backend == "triton":
-            found.update(dict.fromkeys(_of_cpus_alone(layer)))
-            if spec.embedding.per_layer is not None:
-                found["inputs of each layer"] = None
         if isinstance(layer.mixer, AttentionSpec):
             found.update(dict.fromkeys(_of_kernels(layer.mixer, backend)))
     if not spec.attentions:
         found["decoders without any attention"] = None
-    if not spec.has_one_shape and backend == "triton":
-        found["layers whose heads have different sizes"] = None
-    elif not spec.has_one_shape and len({_sizes(one) for one in spec.attentions if _sees_all(one)}) != 1:
+    if not spec.has_one_shape and len({_sizes(one) for one in spec.attentions if _sees_all(one)}) != 1:
         found["layers whose heads have different sizes, of which not one size sees all keys"] = None
     if spec.latents and len(spec.latents) < len(spec.attentions):
         found["latents beside keys and values"] = None
@@ -67,21 +61,6 @@ def _of_experts(moe: MoeSpec) -> Iterator[str]:
         yield "weights of experts that multiply their input"
     if "xielu" in (feed.activation for feed in (moe.expert, moe.shared, moe.dense_beside) if feed is not None):
         yield "experts with the activation xielu"
-
-
-def _of_cpus_alone(layer: LayerSpec) -> Iterator[str]:
-    """What the kernels of torch and the native step compute, and Triton's do not."""
-    mixer = layer.mixer
-    if isinstance(mixer, LatentSpec):
-        yield "latent attention"
-    if isinstance(mixer, AttentionSpec) and mixer.v_norm is not None:
-        yield "a norm of values"
-    if isinstance(mixer, AttentionSpec) and mixer.is_k_v:
-        yield "keys that are values"
-    if isinstance(mixer, AttentionSpec) and mixer.kv_of is not None:
-        yield "keys and values shared between layers"
-    if layer.has_output_scale:
-        yield "a scale of the layer's output"
 
 
 def _of_attention(attention: AttentionSpec) -> Iterator[str]:

@@ -32,15 +32,16 @@ BELOW = {
     "kernels/tilings": "",
     "kernels/triton": "kernels/layout kernels/reference kernels/tilings",
     "kernels/triton/experts": "kernels/layout kernels/tilings kernels/triton",
+    "kernels/triton/latents": "kernels/layout kernels/reference kernels/triton",
     "kernels/triton/lora": "kernels/layout kernels/triton",
     "kernels/triton/recurrent": "kernels/reference kernels/triton",
     "kernels/checks": (
         "kernels/layout kernels/reference kernels/tilings kernels/triton kernels/triton/experts kernels/triton/lora "
-        "kernels/triton/recurrent"
+        "kernels/triton/latents kernels/triton/recurrent"
     ),
     "kernels": (
         "kernels/layout kernels/reference kernels/triton kernels/triton/experts kernels/triton/lora "
-        "kernels/triton/recurrent"
+        "kernels/triton/latents kernels/triton/recurrent"
     ),
     "model": "",
     "model/demo": "",

@@ -14,8 +14,8 @@ It checks:
 - room on a multiprocessor for all programs that are launched for it;
 - on sm_90, warpgroup matrix instructions in the extend kernel.
 
-It does not measure speed. `compile_cases.py` lists the launches, with `lora_cases.py`, `expert_cases.py` and
-`recurrent_cases.py`.
+It does not measure speed. `compile_cases.py` lists the launches, with `lora_cases.py`, `expert_cases.py`,
+`recurrent_cases.py` and `latent_cases.py`.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -47,6 +47,7 @@ from ..triton import attention_plan as triton_plan
 from ..triton import launch as triton_launch
 from .compile_cases import NUM_PROCESSORS, TYPE_NAMES, CompileCase, StackBound, all_cases
 from .expert_cases import expert_cases
+from .latent_cases import latent_cases
 from .listings import num_buffers, spills_in_loops, waits_in_loops
 from .lora_cases import lora_cases
 from .recurrent_cases import recurrent_cases
@@ -251,12 +252,15 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="head sizes 64 and 128 in bfloat16 only")
     parser.add_argument("--only", default="", help="a regular expression that names of cases have in them")
     options = parser.parse_args()
-    head_dims = (64, 128) if options.quick else (8, 16, 24, 64, 80, 96, 120, 128, 256)
+    head_dims = (64, 128) if options.quick else (8, 16, 24, 64, 80, 96, 120, 128, 256, 512)
     dtypes = (torch.bfloat16,) if options.quick else (torch.bfloat16, torch.float16, torch.float32)
     num_problems = num_launches = 0
     for arch in options.arch or (90, 80):
         cases = all_cases(arch, head_dims, dtypes) + [
-            case for dtype in dtypes for case in (*lora_cases(dtype), *expert_cases(dtype), *recurrent_cases(dtype))
+            case
+            for dtype in dtypes
+            for cases_of in (lora_cases, expert_cases, recurrent_cases, latent_cases)
+            for case in cases_of(dtype)
         ]
         for case in cases:
             for report in check(case, arch) if re.search(options.only, case.name) else []:

@@ -11,7 +11,7 @@ programs fit, and that no register is spilled in a loop.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -57,6 +57,7 @@ class AttentionShape:
     windows: tuple[int | None, ...] = (None,)  # each window that occurs, once; None = no window
     is_batch_invariant: bool = False  # a sequence's own length decides the cuts, so equal rows give equal bits
     tilings: Tilings | None = field(default=None, compare=False)  # measured options of the card
+    extra_dim: int = 0  # over latents: numbers of queries and keys behind those that are values, too
 
     @property
     def group(self) -> int:
@@ -71,34 +72,64 @@ Rows = tuple[tuple[int, Tiling], ...]  # by head size: the first row whose size 
 # Half-precision tiles of 64 tokens are 32 KiB at D = 128: one ahead, in 3 programs, keeps 96 KiB on their way.
 # fp8 tiles are a quarter of that, with 32 tokens, as widening takes registers: two ahead.
 DECODE: dict[Numbers, Rows] = {
-    "f32": ((64, Tiling(16, 32, 4, 3, 2)), (128, Tiling(16, 16, 8, 3, 1)), (256, Tiling(16, 16, 4, 3, 2))),
-    "half": ((128, Tiling(16, 64, 4, 3, 3)), (256, Tiling(16, 32, 4, 3, 2))),
-    "fp8": ((128, Tiling(16, 32, 4, 4, 3)), (256, Tiling(16, 32, 4, 4, 2))),
+    "f32": (
+        *((64, Tiling(16, 32, 4, 3, 2)), (128, Tiling(16, 16, 8, 3, 1)), (256, Tiling(16, 16, 4, 3, 2))),
+        (512, Tiling(16, 16, 8, 3, 1)),
+    ),
+    "half": ((128, Tiling(16, 64, 4, 3, 3)), (256, Tiling(16, 32, 4, 3, 2)), (512, Tiling(16, 32, 8, 3, 1))),
+    "fp8": ((128, Tiling(16, 32, 4, 4, 3)), (256, Tiling(16, 32, 4, 4, 2)), (512, Tiling(16, 32, 8, 4, 1))),
 }
 # One program fills a multiprocessor, and its tiles serve 128 rows, so one tile ahead is enough: sm_90 keeps two with 3
 # stages, as warpgroup instructions read keys and values from where they were copied to. At D = 256 shared memory and
 # registers allow half the rows; of fp8 a quarter, as values pass through registers before warpgroup instructions.
 EXTEND: dict[Numbers, Rows] = {
     "f32": ((64, Tiling(16, 32, 4, 3, 2)), (256, Tiling(16, 16, 8, 3, 1))),  # two would spill, in loops with options
-    "half": ((128, Tiling(128, 64, 8, 3, 1)), (256, Tiling(64, 32, 8, 3, 1))),
-    "fp8": ((128, Tiling(128, 64, 8, 3, 1)), (256, Tiling(32, 64, 8, 3, 1))),
+    "half": ((128, Tiling(128, 64, 8, 3, 1)), (256, Tiling(64, 32, 8, 3, 1)), (512, Tiling(32, 16, 8, 3, 1))),
+    "fp8": ((128, Tiling(128, 64, 8, 3, 1)), (256, Tiling(32, 64, 8, 3, 1)), (512, Tiling(16, 32, 8, 3, 1))),
 }
 # Where 163 KiB of shared memory and no warpgroup instructions allow less: compute capability 8.0.
 DECODE_MIDDLE: dict[Numbers, Rows] = DECODE | {
-    "f32": ((64, Tiling(16, 32, 4, 3, 2)), (128, Tiling(16, 16, 8, 3, 2)), (256, Tiling(16, 16, 4, 3, 1))),
-    "half": ((64, Tiling(16, 64, 4, 3, 3)), (128, Tiling(16, 64, 4, 3, 2)), (256, Tiling(16, 32, 4, 3, 2))),
+    "f32": (
+        *((64, Tiling(16, 32, 4, 3, 2)), (128, Tiling(16, 16, 8, 3, 2)), (256, Tiling(16, 16, 4, 3, 1))),
+        (512, Tiling(16, 16, 8, 3, 1)),
+    ),
+    "half": (
+        *((64, Tiling(16, 64, 4, 3, 3)), (128, Tiling(16, 64, 4, 3, 2)), (256, Tiling(16, 32, 4, 3, 2))),
+        (512, Tiling(16, 32, 4, 3, 1)),
+    ),
 }
 EXTEND_MIDDLE: dict[Numbers, Rows] = EXTEND | {
-    "half": ((64, Tiling(128, 64, 8, 3, 1)), (128, Tiling(64, 64, 8, 3, 1)), (256, Tiling(64, 32, 8, 3, 1))),
+    "half": (
+        *((64, Tiling(128, 64, 8, 3, 1)), (128, Tiling(64, 64, 8, 3, 1)), (256, Tiling(64, 32, 8, 3, 1))),
+        (512, Tiling(32, 16, 8, 3, 1)),
+    ),
 }
 # 99 KiB: 8.6, 8.9, 12.0, and whatever is not known.
 DECODE_SMALL: dict[Numbers, Rows] = DECODE_MIDDLE | {
-    "half": ((64, Tiling(16, 64, 4, 3, 2)), (128, Tiling(16, 32, 4, 3, 2)), (256, Tiling(16, 16, 4, 3, 2))),
-    "fp8": ((128, Tiling(16, 32, 4, 4, 3)), (256, Tiling(16, 32, 4, 4, 1))),
+    "half": (
+        *((64, Tiling(16, 64, 4, 3, 2)), (128, Tiling(16, 32, 4, 3, 2)), (256, Tiling(16, 16, 4, 3, 2))),
+        (512, Tiling(16, 16, 4, 3, 1)),
+    ),
+    "fp8": ((128, Tiling(16, 32, 4, 4, 3)), (256, Tiling(16, 32, 4, 4, 1)), (512, Tiling(16, 16, 4, 4, 1))),
 }
 EXTEND_SMALL: dict[Numbers, Rows] = EXTEND_MIDDLE | {
-    "half": ((64, Tiling(128, 64, 8, 3, 1)), (128, Tiling(64, 64, 8, 3, 1)), (256, Tiling(32, 32, 8, 3, 1))),
-    "fp8": ((128, Tiling(64, 64, 8, 3, 1)), (256, Tiling(32, 64, 8, 3, 1))),
+    "half": (
+        *((64, Tiling(128, 64, 8, 3, 1)), (128, Tiling(64, 64, 8, 3, 1)), (256, Tiling(32, 32, 8, 3, 1))),
+        (512, Tiling(16, 16, 8, 3, 1)),
+    ),
+    "fp8": ((128, Tiling(64, 64, 8, 3, 1)), (256, Tiling(32, 64, 8, 3, 1)), (512, Tiling(16, 16, 8, 3, 1))),
+}
+# Over latents (D = 512, and 64 more) a tile is keys and values at once. All heads read it, up to MOST_LATENT_ROWS of
+# them in one tile of rows.
+LATENT: dict[int, dict[Numbers, Tiling]] = {
+    LARGE: {"f32": Tiling(16, 16, 8, 3, 1), "half": Tiling(16, 32, 8, 3, 1)},
+    MIDDLE: {"f32": Tiling(16, 16, 8, 3, 1), "half": Tiling(16, 32, 8, 3, 1)},
+    SMALL: {"f32": Tiling(16, 16, 8, 3, 1), "half": Tiling(16, 16, 8, 3, 1)},
+}
+MOST_LATENT_ROWS: dict[int, dict[Numbers, int]] = {
+    LARGE: {"f32": 16, "half": 32},  # with 64 registers spill
+    MIDDLE: {"f32": 16, "half": 32},
+    SMALL: {"f32": 16, "half": 16},
 }
 TABLES = {
     "decode": {LARGE: DECODE, MIDDLE: DECODE_MIDDLE, SMALL: DECODE_SMALL},
@@ -113,6 +144,8 @@ def decode_tiling(shape: AttentionShape, capability: int, num_rows: int | None =
     """
     if (measured := _measured("decode", shape, capability, num_rows)) is not None:
         return measured
+    if shape.extra_dim:
+        return _latent_tiling(shape, capability)
     tiling = _row(TABLES["decode"][block_bytes(capability)], shape)
     rows = max(MIN_ROWS, next_power_of_2(shape.group))
     if rows > MIN_ROWS and shape.dtype != torch.float32:
@@ -127,8 +160,24 @@ def extend_tiling(shape: AttentionShape, capability: int, num_rows: int | None =
     """
     if (measured := _measured("extend", shape, capability, num_rows)) is not None:
         return measured
+    if shape.extra_dim:
+        return _latent_tiling(shape, capability)
     tiling = _row(TABLES["extend"][block_bytes(capability)], shape)
     return tiling._replace(block_m=max(tiling.block_m, next_power_of_2(shape.group)))
+
+
+def with_groups_of_latents(shape: AttentionShape, capability: int) -> AttentionShape:
+    """Attention over latents, which all heads read, with its heads in groups that fit a tile; any other as it is."""
+    if not shape.extra_dim:
+        return shape
+    most = MOST_LATENT_ROWS[block_bytes(capability)][_numbers_of(shape)]
+    group = max(size for size in range(1, most + 1) if shape.num_heads % size == 0)
+    return replace(shape, num_groups=shape.num_heads // group)
+
+
+def _latent_tiling(shape: AttentionShape, capability: int) -> Tiling:
+    tiling = LATENT[block_bytes(capability)][_numbers_of(shape)]
+    return tiling._replace(block_m=max(MIN_ROWS, next_power_of_2(shape.group)))
 
 
 def next_power_of_2(n: int) -> int:
@@ -140,7 +189,7 @@ def _measured(kind: AttentionKind, shape: AttentionShape, capability: int, num_r
 
     And in batch-invariant mode: tiles of another size would sum in another order for other numbers of rows.
     """
-    if shape.tilings is None or not num_rows or shape.is_batch_invariant:
+    if shape.tilings is None or not num_rows or shape.is_batch_invariant or shape.extra_dim:
         return None
     dtype, cache_dtype = (str(each).removeprefix("torch.") for each in (shape.dtype, shape.cache_dtype))
     sizes: dict[str, Any] = {"dtype": dtype, "cache_dtype": cache_dtype}
@@ -151,7 +200,12 @@ def _measured(kind: AttentionKind, shape: AttentionShape, capability: int, num_r
     return Tiling(**asdict(found))
 
 
+def _numbers_of(shape: AttentionShape) -> Numbers:
+    if shape.dtype == torch.float32:
+        return "f32"
+    return "fp8" if shape.cache_dtype == torch.float8_e4m3fn else "half"
+
+
 def _row(table: dict[Numbers, Rows], shape: AttentionShape) -> Tiling:
-    is_fp8 = shape.cache_dtype == torch.float8_e4m3fn
-    rows = table["f32" if shape.dtype == torch.float32 else "fp8" if is_fp8 else "half"]
+    rows = table[_numbers_of(shape)]
     return next((tiling for head_dim, tiling in rows if shape.head_dim <= head_dim), rows[-1][1])

@@ -40,6 +40,7 @@ from .attention_tilings import Tiling as Tiling
 from .attention_tilings import decode_tiling as decode_tiling
 from .attention_tilings import extend_tiling as extend_tiling
 from .attention_tilings import next_power_of_2 as next_power_of_2
+from .attention_tilings import with_groups_of_latents as with_groups_of_latents
 
 MIN_TILES = 4  # of a program's stretch: shorter pieces cost more to merge than they save, unless programs lack work
 MAX_FIXED_PIECES = 16  # of a decode task in batch-invariant mode; bounds the memory of partial sums

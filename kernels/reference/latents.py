@@ -5,10 +5,7 @@ rotated and all heads share it, and the value V_h c. Its query (a, b) scores a .
 What it sees, a sum of values by probability, is V_h times the same sum of latents. So queries take K_h in, and outputs
 V_h. The attention between them is that of one key/value head (c, r) of R + E numbers, whose first R are its value.
 
-Letters as in `kernels/kernel_set.py`, and
-
-    R  numbers of a latent       E  numbers of the rotated key       W  numbers of a head's value
-    A  numbers of a head's query and key that are not rotated
+`LatentKernels` in `kernels/kernel_set.py` says what the functions take, and what the letters are.
 """
 
 from __future__ import annotations
@@ -16,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..layout.work_lists import AttentionPlan
+from .attention import paged_attention, paged_decode
 from .attention_prologue import rope, write_latents
 
 
@@ -30,17 +29,7 @@ def latent_prologue(
     cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Queries for the cache, [T, H, R + E] as q, and the cache write of the new tokens.
-
-    q             [T, H, A + E]   the last E numbers of a head are rotated, in halves
-    latents       [T, R]          as q, normed
-    rotated       [T, E]          as q, not yet rotated; any strides over rows
-    key_up        [H, A, R]       as q
-    cos, sin      [P, E / 2] f32
-    positions     [T] i64
-    cache         [N, 1, B, R + E]   as q, one layer's; any strides
-    slot_mapping  [T] i64            as in `write_kv`
-    """
+    """See `LatentKernels.latent_prologue`."""
     num_tokens, num_heads, _ = q.shape
     plain, rank = key_up.shape[1:]
     absorbed = q.new_empty(num_tokens, num_heads, rank + rotated.shape[1])
@@ -52,11 +41,23 @@ def latent_prologue(
     return absorbed
 
 
-def latent_values(seen: Tensor, value_up: Tensor) -> Tensor:
-    """What each head sees, [T, H * W], of the latents that it sees.
+def latent_attention(
+    q: Tensor,
+    cache: Tensor,
+    rank: int,
+    block_tables: Tensor,
+    query_starts: Tensor | None,
+    lengths: Tensor,
+    scale: float,
+    plan: AttentionPlan | None = None,
+) -> Tensor:
+    """See `LatentKernels.latent_attention`."""
+    if query_starts is None:
+        return paged_decode(q, cache, cache, block_tables, lengths, scale, plan=plan)
+    return paged_attention(q, cache, cache, block_tables, query_starts, lengths, scale, plan=plan)
 
-    seen      [T, H, R or more]   the first R numbers count
-    value_up  [H, W, R]           as seen
-    """
+
+def latent_values(seen: Tensor, value_up: Tensor) -> Tensor:
+    """See `LatentKernels.latent_values`."""
     values = torch.bmm(seen[..., : value_up.shape[2]].transpose(0, 1), value_up.transpose(1, 2))  # [H, T, W]
     return values.transpose(0, 1).flatten(1)

@@ -29,6 +29,7 @@ from .launch import capability, check_dtype, early_launch
 # of a task. A program of 8 key/value heads has 2 items of 64 sequences, and 6 of 256, where that takes about as long as
 # the launch that it saves. A prediction, as no GPU has measured it.
 MOST_FOLDED_ROWS = 64
+MOST_FOLDED_DIM = 256  # numbers of a head; more of them spill registers
 MERGED_ELEMENTS = {"decode": 512, "extend": 256}  # partial sums that a warp joins at a time: more spill registers
 
 
@@ -122,7 +123,8 @@ def prologue_decode(
     check_types(q, k_cache, k_scale)
     plan = plan or plan_attention(shape_of(q, k_cache, window), lengths, None, num_rows)
     is_fixed = plan.decode[window].division.is_fixed
-    if num_rows > MOST_FOLDED_ROWS or is_fixed or not can_fold(norms, query_factors):
+    is_large = num_rows > MOST_FOLDED_ROWS or head_dim > MOST_FOLDED_DIM
+    if is_large or is_fixed or not can_fold(norms, query_factors):
         q = attention_prologue(
             qkv, norms, cos, sin, positions, k_cache, v_cache, slot_mapping, k_scale, v_scale, query_factors
         )
@@ -171,10 +173,12 @@ def attend(
     alibi: Tensor | None = None,
     chunk: int | None = None,
     folded: FoldedPrologue | None = None,
+    extra_dim: int = 0,
 ) -> None:
     """Does the items of one work list: writes their rows of `out` [T, H, D]. Overwrites `partials` (f32).
 
-    With a `folded` prologue, of decode alone, q is the projection [T, H + 2G, D].
+    With a `folded` prologue, of decode alone, q is the projection [T, H + 2G, D]. With an `extra_dim` E, queries and
+    keys have D + E numbers, and values are the first D of keys; G are then as many as the list has.
     """
     division, tiling = work.division, work.tiling
     if not scale > 0:  # the largest product has to be the largest score
@@ -182,8 +186,7 @@ def attend(
     if not division.max_tasks:
         return
     _, num_heads, head_dim = out.shape
-    num_groups, block_size = k_cache.shape[1:3]
-    group = num_heads // num_groups
+    block_size, group = k_cache.shape[2], num_heads // division.num_groups
     block_d = max(16, next_power_of_2(head_dim))
     rows = division.tokens_per_tile * group
     weights = partials  # [partials, rows, 2]: the maximum and the sum of weights
@@ -203,6 +206,7 @@ def attend(
         HAS_K_SCALE=k_scale is not None, HAS_V_SCALE=v_scale is not None,
         IS_NARROW=k_cache.dtype == torch.float8_e4m3fn and q.dtype != torch.float32,
         **kernel_arguments(folded, q.dtype),
+        EXTRA=extra_dim, BLOCK_E=max(16, next_power_of_2(extra_dim)),
         BLOCK_R=block_r, BLOCK_P=max(1, merged // (block_r * block_d)),
         PRECISION=_precision(q.dtype), STAGES=tiling.num_stages, num_warps=tiling.num_warps,
         TOKEN_UNIT=gcd(16, k_cache.stride(2), v_cache.stride(2)), maxnreg=tiling.max_registers, enable_fp_fusion=True,

@@ -10,6 +10,8 @@ the last item of a task that was cut joins its partial sums, always in the order
 Block ids are read one tile ahead and carried through the loop. Loads of keys and values through an id that the same
 iteration reads would not be pipelined: each tile would wait a whole memory latency.
 
+Over latents keys have EXTRA numbers more than values, which are the first D of keys: see `latents/`.
+
 With a folded prologue (`folded_prologue.py`) `q` is the projection: each item of decode norms and rotates its own
 queries. The item with the last tile does so with the new key, writes it and the new value into the cache, and begins
 its softmax with them; its loop reads only what earlier steps wrote.
@@ -22,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_tile import BASE_2, add_tile, block_ids, load_tile, scores_of, to_f16, with_alibi
+from .attention_tile import BASE_2, add_tile, block_ids, load_extra, load_tile, scores_of, to_f16, with_alibi
 from .folded_prologue import new_token, rotation, turned_tile
 from .launch import start_early
 
@@ -40,7 +42,8 @@ def attention_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, IS_NARROW: tl.constexpr,
     IS_FOLDED: tl.constexpr, IS_NORMED: tl.constexpr, IS_ROUNDED: tl.constexpr, HAS_HEAD_WEIGHTS: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr, EXTRA: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     TOKEN_UNIT: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Does the items of one program: up to TOKENS new tokens of a sequence, all heads of a group, a range of tiles."""
@@ -81,6 +84,12 @@ def attention_kernel(
             )  # fmt: skip
         else:
             queries = tl.load(q + query[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=is_row, other=0.0)
+        extra = queries
+        if EXTRA > 0:
+            e = tl.arange(0, BLOCK_E)
+            is_extra = (new < num_tokens)[:, None] & (e < EXTRA)[None, :]
+            extra_place = q + query[:, None] * q_row + head[:, None] * q_head + D + e[None, :]
+            extra = tl.load(extra_place, mask=is_extra, other=0.0)
         if IS_NARROW:
             queries = to_f16(queries)
         factor = scale
@@ -138,10 +147,17 @@ def attention_kernel(
                 token = tile * BLOCK_N + column
                 keys, values = load_tile(
                     block, k_head, v_head, token, token < end, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d,
-                    queries, B, D, BLOCK_D, False,
+                    queries, B, D, BLOCK_D, EXTRA > 0, False,
                 )  # fmt: skip
+                extra_keys = keys
+                if EXTRA > 0:
+                    extra_keys = load_extra(
+                        block, k_head, token, token < end, kc_n, kc_b, kc_d, queries, B, D, EXTRA, BLOCK_E, False
+                    )
                 block = block_ids(table, token + BLOCK_N, 0, end, B)
-                scores = scores_of(queries, keys, factor, cap, HAS_CAP, IS_SCALED, PRECISION)
+                scores = scores_of(
+                    queries, keys, extra, extra_keys, factor, cap, EXTRA > 0, HAS_CAP, IS_SCALED, PRECISION
+                )
                 if alibi is not None:
                     scores = with_alibi(scores, slopes, token, position)
                 acc, best, total = add_tile(acc, best, total, scores, values, unit, False, PRECISION)
@@ -150,10 +166,15 @@ def attention_kernel(
             token = tile * BLOCK_N + column
             keys, values = load_tile(
                 block, k_head, v_head, token, (token < end) & (token >= oldest), d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d,
-                queries, B, D, BLOCK_D, True,
+                queries, B, D, BLOCK_D, EXTRA > 0, True,
             )  # fmt: skip
+            extra_keys = keys
+            if EXTRA > 0:
+                extra_keys = load_extra(
+                    block, k_head, token, token < end, kc_n, kc_b, kc_d, queries, B, D, EXTRA, BLOCK_E, True
+                )
             block = block_ids(table, token + BLOCK_N, oldest, end, B)
-            scores = scores_of(queries, keys, factor, cap, HAS_CAP, IS_SCALED, PRECISION)
+            scores = scores_of(queries, keys, extra, extra_keys, factor, cap, EXTRA > 0, HAS_CAP, IS_SCALED, PRECISION)
             if alibi is not None:
                 scores = with_alibi(scores, slopes, token, position)
             is_seen = token[None, :] < end if IS_FOLDED else token[None, :] <= position[:, None]

@@ -36,6 +36,7 @@ from ..layout.work_lists import (
     extend_tiling,
     partials_size,
     table_sizes,
+    with_groups_of_latents,
 )
 from .launch import SWITCHES, capability, early_launch, num_multiprocessors
 from .work_lists import list_kernel
@@ -57,6 +58,7 @@ def plan_attention(
     place, from the current lengths. There, they are made on a branch, beside what the first layer has before attention.
     """
     processors = num_processors or num_multiprocessors(lengths.device)
+    shape = with_groups_of_latents(shape, capability(lengths.device))
     divided = _divisions(shape, len(lengths), num_tokens, query_starts is None, processors, lengths.device)
     divisions = [division for division, _ in divided]
     tables = {window: [_Tables.of(each, lengths.device) for each in divisions] for window in shape.windows}
@@ -88,6 +90,7 @@ def workspace_bytes(
 ) -> int:
     """Device memory that `plan_attention` takes for a step of this size, for any lengths."""
     processors = num_processors or num_multiprocessors(device)
+    shape = with_groups_of_latents(shape, capability(device))
     divided = _divisions(shape, num_sequences, num_tokens, is_decode, processors, device)
     tables = sum(sum(table_sizes(division)) for division, _ in divided) * len(shape.windows)
     return 4 * (tables + _num_partials(shape, divided))

@@ -65,7 +65,10 @@ def attention_prologue(
     heads = min(next_power_of_2(max(num_query_heads, num_groups)), HEADS_PER_PROGRAM)
     changes_queries = half > 0 or norms is not None or query_factors is not None
     num_query_programs = triton.cdiv(num_query_heads, heads) if changes_queries else 0
-    _attention_prologue_kernel[(num_tokens, num_query_programs + triton.cdiv(num_groups, heads))](
+    num_programs = num_query_programs + triton.cdiv(num_groups, heads)
+    if not num_programs:  # queries that stay, of a layer that reads the cache of another one
+        return qkv
+    _attention_prologue_kernel[(num_tokens, num_programs)](
         qkv, q_norm, k_norm, cos, sin, query_factors, positions, k_cache, v_cache, slot_mapping, k_scale, v_scale,
         num_query_heads, num_groups, num_query_programs, eps, qkv.stride(0), qkv.stride(1),
         0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0), *k_cache.stride(), *v_cache.stride(),
@@ -83,6 +86,8 @@ def _norm_rows(qkv: Tensor, num_query_heads: int, num_groups: int, norms: HeadNo
     """Norms the queries of each token as one row, and its keys, in place: a launch each."""
     keys_end = num_query_heads + num_groups
     for heads, weight in ((qkv[:, :num_query_heads], norms.q), (qkv[:, num_query_heads:keys_end], norms.k)):
+        if not heads.shape[1]:
+            continue
         rows = heads.view(len(heads), heads.shape[1] * heads.shape[2])
         weight = None if weight is None else weight.flatten()
         norm_into(rows, rows, weight, None, norms.eps, is_layer_norm=norms.kind == "layer")

@@ -26,9 +26,12 @@ def block_ids(table, token, oldest, end, B: tl.constexpr):
 @triton.jit
 def load_tile(
     block, k_head, v_head, token, is_token, d, kc_n, kc_b, kc_d, vc_n, vc_b, vc_d, like,
-    B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, IS_MASKED: tl.constexpr,
+    B: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, IS_LATENT: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values [N, D] of tokens in those blocks, in the type of `like`; zero where not `is_token`."""
+    """Keys and values [N, D] of tokens in those blocks, in the type of `like`; zero where not `is_token`.
+
+    With `IS_LATENT` keys are values, and loaded once.
+    """
     block = block.to(tl.int64)  # an offset may exceed 2^31 elements
     offset = token % B
     k_place = k_head + (block * kc_n + offset * kc_b)[:, None] + (d * kc_d)[None, :]
@@ -36,14 +39,27 @@ def load_tile(
     if IS_MASKED:
         is_element = is_token[:, None] & (d < D)[None, :]
         keys = tl.load(k_place, mask=is_element, other=0.0)
-        values = tl.load(v_place, mask=is_element, other=0.0)
+        values = keys if IS_LATENT else tl.load(v_place, mask=is_element, other=0.0)
     elif D < BLOCK_D:
         keys = tl.load(k_place, mask=(d < D)[None, :], other=0.0)
-        values = tl.load(v_place, mask=(d < D)[None, :], other=0.0)
+        values = keys if IS_LATENT else tl.load(v_place, mask=(d < D)[None, :], other=0.0)
     else:
         keys = tl.load(k_place)
-        values = tl.load(v_place)
+        values = keys if IS_LATENT else tl.load(v_place)
     return keys.to(like.dtype), values.to(like.dtype)
+
+
+@triton.jit
+def load_extra(
+    block, k_head, token, is_token, kc_n, kc_b, kc_d, like,
+    B: tl.constexpr, D: tl.constexpr, EXTRA: tl.constexpr, BLOCK_E: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """The numbers [N, E] of keys behind the first D, as `load_tile`."""
+    e = tl.arange(0, BLOCK_E)
+    place = k_head + (block.to(tl.int64) * kc_n + token % B * kc_b)[:, None] + ((D + e) * kc_d)[None, :]
+    if IS_MASKED:
+        return tl.load(place, mask=is_token[:, None] & (e < EXTRA)[None, :], other=0.0).to(like.dtype)
+    return tl.load(place, mask=(e < EXTRA)[None, :], other=0.0).to(like.dtype)
 
 
 @triton.jit
@@ -57,10 +73,16 @@ def to_f16(queries):
 
 @triton.jit
 def scores_of(
-    queries, keys, factor, cap, HAS_CAP: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr
+    queries, keys, extra, extra_keys, factor, cap,
+    HAS_EXTRA: tl.constexpr, HAS_CAP: tl.constexpr, IS_SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[M, D] @ [D, N] -> [M, N]; scores in base 2 if `IS_SCALED`, with a cap, cap * tanh(score / cap)."""
+    """[M, D] @ [D, N] -> [M, N]; scores in base 2 if `IS_SCALED`, with a cap, cap * tanh(score / cap).
+
+    With `HAS_EXTRA`, [M, E] @ [E, N] is added: the part of queries and keys behind that which are values, too.
+    """
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    if HAS_EXTRA:
+        scores = tl.dot(extra, tl.trans(extra_keys), scores, input_precision=PRECISION)
     if IS_SCALED:
         scores *= factor
     if HAS_CAP:

@@ -38,6 +38,10 @@ from .weights import DecoderWeights, LayerInputWeights, LayerWeights, NormWeight
 
 HALF_ROOT = 2.0**-0.5  # of the sum of table and projection
 
+# query heads, key/value heads, numbers of a head's value, and how many more its key has
+HeadSizes = tuple[int, int, int, int]
+Plans = dict[HeadSizes, AttentionPlan | None]  # of a step, by the sizes of heads
+
 
 class Decoder:
     """A loaded model. It holds no state of sequences: everything that differs between steps is in inputs and cache.
@@ -75,17 +79,12 @@ class Decoder:
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self.max_positions = max_positions or spec.max_position_embeddings
-        attention = spec.attention
-        self._attention_shape = AttentionShape(
-            attention.num_heads,
-            attention.num_kv_heads,
-            attention.head_dim,
-            self.dtype,
-            self.dtype,
-            tuple(dict.fromkeys(spec.windows)),
-            is_batch_invariant,
-            tilings,
-        )
+        self._attention_shapes = {
+            sizes: AttentionShape(
+                *sizes[:3], self.dtype, self.dtype, windows, is_batch_invariant, tilings, extra_dim=sizes[3]
+            )
+            for sizes, windows in _windows_by_sizes(spec).items()
+        }
         self._tables = [  # cos, sin of each of `spec.ropes`, [P, D_rot / 2] f32 each
             (self.on_device(cos), self.on_device(sin)) for cos, sin in decoder_tables(spec.ropes, self.max_positions)
         ]
@@ -117,15 +116,19 @@ class Decoder:
         """
         self.few_rows.begin_step(len(inputs.input_ids))
         starts = None if inputs.is_decode else inputs.query_starts
-        shape = replace(self._attention_shape, cache_dtype=cache.data.dtype)
-        plan = self.kernels.plan_attention(shape, inputs.lengths, starts, len(inputs.input_ids))
+        plans = {
+            sizes: self.kernels.plan_attention(
+                replace(shape, cache_dtype=cache.data.dtype), inputs.lengths, starts, len(inputs.input_ids)
+            )
+            for sizes, shape in self._attention_shapes.items()
+        }
         rows = None
         if inputs.slots is not None:
             rows = SequenceRows(inputs.slots, inputs.query_starts, inputs.lengths)
         residual = self._embed(inputs) if entering is None else entering
         each = self._layer_inputs.of(residual, inputs.input_ids)
         for index, layer in enumerate(self._blocks):
-            residual = layer.run(residual, index, inputs, cache, plan, rows)
+            residual = layer.run(residual, index, inputs, cache, plans, rows)
             if layer.has_more:
                 residual = layer.finish(residual, None if each is None else each[:, index])
         return residual
@@ -249,6 +252,9 @@ class _Layer:
             self.recurrent = RecurrentLayer(spec.mixer, weights.recurrent, load_recurrent(self.kernels.name))
         self.has_more = weights.layer_input is not None or weights.output_scale is not None  # after `run`
         self.latent = _latent_layer(decoder, spec.mixer, weights) if isinstance(spec.mixer, LatentSpec) else None
+        self.sizes: HeadSizes | None = None  # of its attention, which shares plans with others of the same
+        if isinstance(spec.mixer, AttentionSpec | LatentSpec):
+            self.sizes = _head_sizes(spec.mixer)
         if isinstance(spec.mixer, AttentionSpec):
             self.is_reader = spec.mixer.kv_of is not None  # of another layer's cache
             self.makes_values = not self.is_reader and (spec.mixer.is_k_v or weights.v_norm is not None)
@@ -262,11 +268,11 @@ class _Layer:
         index: int,
         inputs: StepInputs[Tensor],
         cache: KVCache,
-        plan: AttentionPlan | None,
+        plans: Plans,
         rows: SequenceRows | None,
     ) -> Tensor:
         """The layer's output [T, hidden], before `finish`; may overwrite `residual`."""
-        weights, products = self.weights, self.products
+        weights, products, plan = self.weights, self.products, plans[self.sizes] if self.sizes else None
         if self.spec.is_parallel:  # both read the same x, which is normed once
             x = self.decoder.norm(residual, weights.pre_mixer)
             y = x if weights.pre_feed is None else self.decoder.norm(residual, weights.pre_feed)
@@ -359,10 +365,12 @@ class _Layer:
         attend: Callable[..., Tensor] = self.kernels.prologue_decode
         places: tuple[object, ...] = (*prologue, self.query_factors, block_tables, inputs.lengths)
         if self.is_reader or not inputs.is_decode:
-            attend = self.kernels.paged_attention
             scales = (k_scale, v_scale, self.query_factors)
             q = self.kernels.attention_prologue(*(*prologue, *scales))  # [T, H, D]
-            places = (q, keys, values, block_tables, inputs.query_starts, inputs.lengths)
+            attend, places = self.kernels.paged_decode, (q, keys, values, block_tables, inputs.lengths)
+            if not inputs.is_decode:
+                attend = self.kernels.paged_attention
+                places = (q, keys, values, block_tables, inputs.query_starts, inputs.lengths)
         seen = attend(  # keywords, as merging two dicts of them takes three times as long
             *places,
             scale=attention.scale,
@@ -384,6 +392,22 @@ class _Layer:
         assert isinstance(attention, AttentionSpec)
         values = normed(qkv[:, -attention.num_kv_heads :], norm, self.kernels)
         return torch.cat((qkv if attention.is_k_v else qkv[:, : -attention.num_kv_heads], values), 1)
+
+
+def _head_sizes(mixer: AttentionSpec | LatentSpec) -> HeadSizes:
+    if isinstance(mixer, LatentSpec):
+        return mixer.num_heads, 1, mixer.kv_rank, mixer.rope_dim
+    return mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, 0
+
+
+def _windows_by_sizes(spec: DecoderSpec) -> dict[HeadSizes, tuple[int | None, ...]]:
+    """The windows that layers with heads of the same sizes have, each once."""
+    found: dict[HeadSizes, dict[int | None, None]] = {}
+    for mixer in (layer.mixer for layer in spec.layers):
+        if isinstance(mixer, AttentionSpec | LatentSpec):
+            window = None if isinstance(mixer, LatentSpec) else mixer.window
+            found.setdefault(_head_sizes(mixer), {})[window] = None
+    return {sizes: tuple(windows) for sizes, windows in found.items()}
 
 
 def _latent_layer(decoder: Decoder, mixer: LatentSpec, weights: LayerWeights) -> LatentLayer:

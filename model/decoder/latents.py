@@ -1,12 +1,11 @@
-"""Layers of a decoder whose cache keeps latents instead of keys and values, by PyTorch."""
+"""Layers of a decoder whose cache keeps latents instead of keys and values."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ...kernels.kernel_set import FewRows, KernelSet, RowNorm
+from ...kernels.kernel_set import FewRows, KernelSet, RowNorm, load_latents
 from ...kernels.layout.work_lists import AttentionPlan
-from ...kernels.reference.latents import latent_prologue, latent_values
 from ..spec import LatentSpec
 from .kv_cache import KVCache
 from .linear import Linear
@@ -29,6 +28,7 @@ class LatentLayer:
         """`qkv`: hidden -> q_rank, or all queries; then kv_rank + rope. `norms`: of the first and of the latent."""
         self.spec, self.weights, self.qkv, self.tables, self.kernels = spec, weights, qkv, tables, kernels
         self.query_norm, self.latent_norm = norms
+        self.latent_kernels = load_latents(kernels.name)
         both = weights.keys_values.view(spec.num_heads, spec.nope_dim + spec.value_dim, spec.kv_rank)
         self.key_up, self.value_up = both.split_with_sizes((spec.nope_dim, spec.value_dim), 1)
         self._sizes = (spec.q_rank or spec.query_size, spec.kv_rank, spec.rope_dim)
@@ -53,10 +53,8 @@ class LatentLayer:
         keys, _ = cache.layer(index)  # [N, 1, B, kv_rank + rope]
         slot_mapping, block_tables = inputs.tables_of(cache.kind_of(index))
         places = (*self.tables, inputs.positions, keys, slot_mapping)
-        q = latent_prologue(q, latents, rotated, self.key_up, *places)
-        if inputs.is_decode:
-            seen = kernels.paged_decode(q, keys, keys, block_tables, inputs.lengths, spec.scale, plan=plan)
-        else:
-            starts = inputs.query_starts
-            seen = kernels.paged_attention(q, keys, keys, block_tables, starts, inputs.lengths, spec.scale, plan=plan)
-        return latent_values(seen.view(num_tokens, spec.num_heads, -1), self.value_up)
+        q = self.latent_kernels.latent_prologue(q, latents, rotated, self.key_up, *places)
+        starts = None if inputs.is_decode else inputs.query_starts
+        lists = (block_tables, starts, inputs.lengths)
+        seen = self.latent_kernels.latent_attention(q, keys, spec.kv_rank, *lists, spec.scale, plan)
+        return self.latent_kernels.latent_values(seen, self.value_up)

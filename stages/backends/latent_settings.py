@@ -15,6 +15,7 @@ def check_latents(config: EngineConfig, shape: DecoderSpec) -> None:
     unsupported = {
         f"kv_cache_dtype = {kv_dtype}": (kv_dtype != "auto", "auto"),
         "enable_lora = True": (config.enable_lora, "False"),
+        "deterministic = True": (config.deterministic, "False"),
         f"merge_adapter = {', '.join(config.merge_adapter)}": (bool(config.merge_adapter), "none"),
     }
     for setting, (is_set, instead) in unsupported.items():

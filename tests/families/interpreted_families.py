@@ -45,9 +45,14 @@ EXPERTS = {
     "ernie4-5-moe": "a bias for the choice",
 }
 
-RECURRENT = {  # CI has the first
+OTHERS = {  # CI has the first two
     "nemotron-h": "Mamba-2, and layers of one part each",
+    "minicpm3": "latents",
     "qwen3.5": "gated delta rule, and a gate of attention's output",
+    "gemma4-text": "heads of two sizes, caches that layers share, and inputs of layers",
+    "gemma4-experts": "keys that are values, and experts beside a feed",
+    "deepseek-v3": "latents, and experts",
+    "glm4-moe-lite": "latents of queries",
     "granite-hybrid-dense": "Mamba-2 beside attention without rotation",
     "lfm2": "short convolutions",
     "bamba": "Mamba-2 beside rotary attention",
@@ -91,8 +96,8 @@ def test_a_family_with_experts_has_the_logits_of_transformers(name: str, tmp_pat
         torch.testing.assert_close(torch.stack(sequence.logits), answer.logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [*RECURRENT][: None if FULL else 1])
-def test_a_recurrent_family_in_chunks_has_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*OTHERS][: None if FULL else 2])
+def test_a_family_of_other_kinds_in_chunks_has_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     row = next(row for row in chosen([name]) if row.name == name)
     entry = Entry(row, tmp_path / name, NUM_NEW, LENGTHS)
     sequences = greedy(load_decoder(entry.folder, kernels=kernel_set.load("triton")), prompts(LENGTHS), NUM_NEW, 4, 5)

@@ -39,7 +39,7 @@ prompts whole and in parts, with and without the prefix cache, preempted, swappe
 several choices, in beam search, and sent again after their client left midway. `python -m tests.families` repeats that.
 
 Triton's column is what its kernels compute in their interpreter, where they equal transformers too, and as
-cross-compiled code for sm_80 and sm_90. Recurrent layers have not yet run on a device.
+cross-compiled code for sm_80 and sm_90. Recurrent layers, latents and Gemma 4 have not yet run on a device.
 
 ## Decoders of millrace
 """

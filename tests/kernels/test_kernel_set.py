@@ -60,11 +60,12 @@ def test_the_lora_kernels_of_a_backend_have_the_signatures_of_the_protocol(name:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_kernels_of_experts_and_recurrent_layers_have_the_protocols_signatures(name: kernel_set.BackendName) -> None:
+def test_kernels_of_other_kinds_of_layers_have_the_signatures_of_the_protocols(name: kernel_set.BackendName) -> None:
     if name == "triton":
         pytest.importorskip("triton")
     assert not [*mismatches(kernel_set.load_experts(name), kernel_set.ExpertKernels)]
     assert not [*mismatches(kernel_set.load_recurrent(name), kernel_set.RecurrentKernels)]
+    assert not [*mismatches(kernel_set.load_latents(name), kernel_set.LatentKernels)]
 
 
 @pytest.mark.parametrize("folder", BACKENDS)

@@ -58,9 +58,16 @@ def test_every_backend_has_all_of_llama(backend: Any) -> None:
         changed(mixer=None),
         changed(feed=None),
         attending(has_output_gate=True),
+        replace(LLAMA, layers=(replace(LAYER, mixer=LATENT),)),
+        attending(kv_of=0),
+        attending(is_k_v=True),
+        attending(v_norm=NormSpec(weight="none")),
+        attending(head_dim=32, window=8),
+        changed(has_output_scale=True),
+        replace(LLAMA, embedding=EmbeddingSpec(per_layer=INPUTS)),
     ],
 )
-def test_every_backend_has_the_layers_of_hybrids(spec: DecoderSpec, backend: Any) -> None:
+def test_every_backend_has_the_layers_of_hybrids_of_latents_and_of_gemma_4(spec: DecoderSpec, backend: Any) -> None:
     assert missing(spec, backend) == []
 
 
@@ -100,13 +107,6 @@ def test_what_the_native_step_lacks_of_attention_is_named(spec: DecoderSpec, gap
 @pytest.mark.parametrize(
     ("spec", "gap"),
     [
-        (replace(LLAMA, layers=(replace(LAYER, mixer=LATENT),)), "latent attention"),
-        (attending(kv_of=0), "keys and values shared between layers"),
-        (attending(is_k_v=True), "keys that are values"),
-        (attending(v_norm=NormSpec(weight="none")), "a norm of values"),
-        (attending(head_dim=32, window=8), "layers whose heads have different sizes"),
-        (changed(has_output_scale=True), "a scale of the layer's output"),
-        (replace(LLAMA, embedding=EmbeddingSpec(per_layer=INPUTS)), "inputs of each layer"),
         (
             attending(qk_norm=QkNorm(norm=NormSpec(), over="row", when="after_rope")),
             "norms over rows of heads after the rotation",

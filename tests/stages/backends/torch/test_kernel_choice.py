@@ -10,7 +10,7 @@ import torch
 
 from millrace.kernels import kernel_set
 from millrace.model.families.registry import parse_config
-from millrace.model.spec import RecurrentSpec
+from millrace.model.spec import NormSpec, QkNorm, RecurrentSpec
 from millrace.stages.backends.torch.fitted_runner import backend_name
 from millrace.stages.backends.torch.loading import _load_kernels, check_gaps
 from millrace.stages.config import EngineConfig
@@ -20,7 +20,8 @@ from tests.model.checkpoints import SHAPE
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LLAMA = parse_config({"model_type": "llama", **SHAPE}, "")
 MIXTRAL = parse_config({"model_type": "mixtral", **SHAPE}, "")
-SHARED = replace(LLAMA, layers=(LLAMA.layers[0], replace(LLAMA.layers[0], mixer=replace(LLAMA.attention, kv_of=0))))
+ROWS = QkNorm(norm=NormSpec(), over="row", when="after_rope")
+ROTATED = replace(LLAMA, layers=(replace(LLAMA.layers[0], mixer=replace(LLAMA.attention, qk_norm=ROWS)),))
 
 
 def test_triton_on_a_cpu_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +42,7 @@ def test_a_backend_that_is_not_installed_is_a_wrong_setting(monkeypatch: pytest.
 def test_on_a_gpu_torch_computes_what_tritons_kernels_lack() -> None:
     auto, triton = EngineConfig(), EngineConfig(attention_backend="triton")
     assert [backend_name(auto, GPU, LLAMA), backend_name(auto, CPU, LLAMA)] == ["triton", "torch"]
-    assert [backend_name(auto, GPU, SHARED), backend_name(triton, GPU, SHARED)] == ["torch", "triton"]
+    assert [backend_name(auto, GPU, ROTATED), backend_name(triton, GPU, ROTATED)] == ["torch", "triton"]
     assert backend_name(auto, GPU, MIXTRAL) == "triton"
 
 
@@ -49,10 +50,10 @@ def test_on_a_gpu_torch_computes_what_tritons_kernels_lack() -> None:
     ("mixer", "sentence"),
     [
         (
-            {"kv_of": 0},
-            "llama: attention_backend = triton lacks keys and values shared between layers; use attention_backend = t",
+            {"qk_norm": ROWS},
+            "llama: attention_backend = triton lacks norms over rows of heads after the rotation; use attention_back",
         ),
-        ({"head_dim": 32, "window": 8}, "lacks layers whose heads have different sizes; use attention_backend"),
+        ({"scale": 0.0}, "lacks scores times 0; use attention_backend = torch"),
         ({"value_dim": 8}, r"lacks values of 8 numbers beside keys of 16$"),  # torch lacks them too
         (None, r"lacks recurrent layers: kda$"),
     ],

@@ -24,6 +24,7 @@ class SequenceRows:
     slots: Tensor  # [S] i64
     query_starts: Tensor  # [S + 1]
     lengths: Tensor  # [S] tokens, earlier ones included
+    is_fixed: bool = False  # sums in one order, however prompts are cut and whatever else is in the step
 
     @cached_property
     def ordered(self) -> OrderedRows:

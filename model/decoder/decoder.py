@@ -79,6 +79,7 @@ class Decoder:
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self.max_positions = max_positions or spec.max_position_embeddings
+        self._is_batch_invariant = is_batch_invariant
         self._attention_shapes = {
             sizes: AttentionShape(
                 *sizes[:3], self.dtype, self.dtype, windows, is_batch_invariant, tilings, extra_dim=sizes[3]
@@ -124,7 +125,8 @@ class Decoder:
         }
         rows = None
         if inputs.slots is not None:
-            rows = SequenceRows(inputs.slots, inputs.query_starts, inputs.lengths)
+            is_fixed = self._is_batch_invariant or self.dtype == torch.float32  # products of chunks round to 10 bits
+            rows = SequenceRows(inputs.slots, inputs.query_starts, inputs.lengths, is_fixed)
         residual = self._embed(inputs) if entering is None else entering
         each = self._layer_inputs.of(residual, inputs.input_ids)
         for index, layer in enumerate(self._blocks):

@@ -23,7 +23,11 @@ NUM_SLOTS, GROUPS, HEADS = 5, 2, 4
 COUNTS = {  # new tokens of each sequence
     "single tokens": [1, 1, 1],
     "prompts": [3, 9, 1],
-    "one long": [19],
+    "one long": [16],
+}
+CHUNKED = {  # with those of few tokens beside them
+    "some prompts": [1, 70, 16, 17],
+    "prompts of whole chunks": [64, 128, *[64] * FULL],
 }
 
 
@@ -77,14 +81,34 @@ def test_a_recurrence_and_its_states_are_the_twins(name: str, is_delta: bool) ->
         assert_close(states, theirs)
 
 
-def test_a_prompt_in_two_steps_has_the_bits_of_one() -> None:
-    x, weight, q, k = drawn(9, 8), drawn(8, 4), drawn(9, 1, 5), drawn(9, 1, 5).flip(0)
-    v, log_decay, beta = drawn(9, 2, 6), -drawn(9, 2).exp(), drawn(9, 2).sigmoid()
+@pytest.mark.parametrize("is_delta", [True, False])
+@pytest.mark.parametrize("name", CHUNKED)
+def test_prompts_in_chunks_have_the_numbers_and_states_of_the_twins(name: str, is_delta: bool) -> None:
+    """With padding, and with keys that are much alike, where an inverse by powers would lose all digits."""
+    counts, (key_dim, value_dim) = CHUNKED[name], (20, 40)
+    rows, count = rows_of(counts), sum(counts) + 3
+    q = drawn(count, GROUPS, key_dim)
+    k = reference.unit(drawn(count, GROUPS, key_dim).flip(0) * 0.3 + 1)
+    v, log_decay = drawn(count, HEADS, value_dim), -drawn(count, HEADS).exp() * 0.02
+    beta = (drawn(count, HEADS) + 2).sigmoid() if is_delta else None
+    states = drawn(NUM_SLOTS, 2, HEADS, key_dim, value_dim)
+    theirs = states.clone()
+    got = launches.recur(states[:, 1], q, k, v, log_decay, beta, rows)
+    want = reference.recur(theirs[:, 1], q, k, v, log_decay, beta, rows)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(states, theirs, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(("count", "is_fixed"), [(9, False), (30, True)])
+def test_a_prompt_in_two_steps_has_the_bits_of_one(count: int, is_fixed: bool) -> None:
+    x, weight, q, k = drawn(count, 8), drawn(8, 4), drawn(count, 1, 5), drawn(count, 1, 5).flip(0)
+    v, log_decay, beta = drawn(count, 2, 6), -drawn(count, 2).exp(), drawn(count, 2).sigmoid()
 
     def run(*cuts: int) -> list[Tensor]:
         tails, states, found = torch.full((1, 3, 8), torch.nan), torch.full((1, 2, 5, 6), torch.nan), []
-        for begin, end in pairwise((0, *cuts, 9)):
-            rows = SequenceRows(torch.tensor([0]), torch.tensor([0, end - begin]).int(), torch.tensor([end]).int())
+        for begin, end in pairwise((0, *cuts, count)):
+            starts, lengths = torch.tensor([0, end - begin]).int(), torch.tensor([end]).int()
+            rows = SequenceRows(torch.tensor([0]), starts, lengths, is_fixed)
             part = slice(begin, end)
             conv = launches.causal_conv(x[part], tails, weight, None, rows)
             out = launches.recur(states, q[part], k[part], v[part], log_decay[part], beta[part], rows)

@@ -1,7 +1,7 @@
 """Launches of recurrent layers: a causal convolution, and the recurrence of delta rule and Mamba-2.
 
-Their twins are in `kernels/reference/recurrent.py`; the kernels, and how they work, are in `convolution.py` and
-`recurrence.py`. Nothing is read by the host, and all sizes follow from the number of tokens and sequences.
+Their twins are in `kernels/reference/recurrent.py`; the kernels, and how they work, are in `convolution.py`,
+`recurrence.py` and `chunks.py`. Nothing is read by the host. All sizes follow from the number of tokens and sequences.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -15,12 +15,16 @@ import triton
 
 from ...reference.recurrent import SequenceRows
 from ..launch import check_dtype, early_launch, next_power_of_2
+from .chunks import chunk_kernel, inverse_kernel
 from .convolution import conv_kernel, tail_kernel
 from .recurrence import token_kernel
 
 CONV_TOKENS, CONV_CHANNELS = 8, 128  # of a program: 8 sums a thread
 STATE_NUMBERS = 4096  # of a program: 32 a thread
 LEAST_VALUES = 8  # of a program: 32 bytes of a row
+CHUNK = 64  # tokens; see `chunks.py`
+CHUNK_VALUES = 32  # columns of the state in a program of chunks
+LEAST_CHUNKED = 17  # new tokens of a sequence in chunks. With fewer, one token after another takes no longer
 
 
 def causal_conv(x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None, step: SequenceRows) -> Tensor:
@@ -50,7 +54,10 @@ def causal_conv(x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None, s
 def recur(
     states: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, step: SequenceRows
 ) -> Tensor:
-    """See `RecurrentKernels.recur`. A program for some columns of each head of each sequence."""
+    """See `RecurrentKernels.recur`. A program for some columns of each head of each sequence.
+
+    Prompts go in chunks, unless `step.is_fixed`: those round otherwise than one token after another.
+    """
     num_tokens, num_heads, value_dim = v.shape
     groups, key_dim = k.shape[1:]
     num_rows = len(step.slots)
@@ -62,10 +69,42 @@ def recur(
     assert states.dtype == torch.float32 and states.stride(3) == 1 and max(v.numel(), k.numel()) < 1 << 31
     block_k = next_power_of_2(key_dim)
     block_v = max(LEAST_VALUES, min(STATE_NUMBERS // block_k, next_power_of_2(value_dim)))
+    has_chunks = not step.is_fixed and num_tokens >= LEAST_CHUNKED and num_tokens > num_rows
+    if has_chunks:
+        _recur_in_chunks(out, states, q, k, v, log_decay, beta, step)
     token_kernel[(num_rows, num_heads, triton.cdiv(value_dim, block_v))](
         out, states, q, k, v, log_decay, beta, step.slots, step.query_starts, step.lengths,
         num_tokens, groups, num_heads, states.stride(0), states.stride(1), states.stride(2),
-        KEYS=key_dim, VALUES=value_dim, BLOCK_K=block_k, BLOCK_V=block_v, enable_fp_fusion=True,
-        **early_launch(v.device),
+        MOST=LEAST_CHUNKED if has_chunks else 0, KEYS=key_dim, VALUES=value_dim, BLOCK_K=block_k, BLOCK_V=block_v,
+        enable_fp_fusion=True, **early_launch(v.device),
     )  # fmt: skip
     return out
+
+
+def _recur_in_chunks(
+    out: Tensor,
+    states: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    step: SequenceRows,
+) -> None:
+    """As `recur`, for sequences of at least LEAST_CHUNKED new tokens; leaves the others to `token_kernel`."""
+    num_tokens, num_heads, value_dim = v.shape
+    groups, key_dim = k.shape[1:]
+    num_rows, options = len(step.slots), early_launch(v.device)
+    sizes = {"LEAST": LEAST_CHUNKED, "KEYS": key_dim, "BLOCK_K": max(16, next_power_of_2(key_dim)), "CHUNK": CHUNK}
+    inverses = None
+    if beta is not None:
+        inverses = torch.empty(num_tokens, num_heads, CHUNK, dtype=torch.float32, device=v.device)
+        inverse_kernel[(num_tokens // CHUNK + num_rows, num_heads)](
+            inverses, k, log_decay, beta, step.query_starts, num_rows, groups, num_heads,
+            ROWS=next_power_of_2(num_rows), enable_fp_fusion=True, **sizes, **options,
+        )  # fmt: skip
+    chunk_kernel[(num_rows, num_heads, triton.cdiv(value_dim, CHUNK_VALUES))](
+        out, states, q, k, v, log_decay, beta, inverses, step.slots, step.query_starts, step.lengths,
+        groups, num_heads, states.stride(0), states.stride(1), states.stride(2),
+        VALUES=value_dim, BLOCK_V=CHUNK_VALUES, enable_fp_fusion=True, **sizes, **options,
+    )  # fmt: skip

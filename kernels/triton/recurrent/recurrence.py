@@ -19,13 +19,16 @@ from ..launch import start_early
 def token_kernel(
     out, states, q, k, v, log_decay, beta, slots, starts, lengths, num_tokens,
     groups, heads, slot_stride, head_stride, key_stride,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, IS_EARLY: tl.constexpr,
+    MOST: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Token by token."""
+    """Token by token, for sequences of less than MOST new tokens, if it is above 0."""
     start_early(IS_EARLY)
     sequence, head = tl.program_id(0), tl.program_id(1)
     group = head // (heads // groups)
     begin, end = tl.load(starts + sequence), tl.load(starts + sequence + 1)
+    if MOST > 0:
+        begin = tl.where(end - begin < MOST, begin, end)
     key = tl.arange(0, BLOCK_K)
     value = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key < KEYS, value < VALUES

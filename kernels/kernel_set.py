@@ -587,6 +587,54 @@ class RecurrentKernels(Protocol):
         Returns [T, H, V] f32.
         """
 
+    def delta_inputs(
+        self,
+        mixed: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        decay: Tensor,
+        step_bias: Tensor,
+        groups: int,
+        key_dim: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What the delta rule reads, all in f32.
+
+        mixed            [T, 2 G K + H V] f32   queries, keys and values from the convolution, before SiLU
+        step, rate       [T, H]                 of the layer's products; any strides over rows
+        decay, step_bias [H] f32                decay below 0
+
+        Returns q, k [T, G, K], of length K ** -0.5 and 1; v [T, H, V]; log_decay [T, H] = decay * softplus(step +
+        step_bias); beta [T, H] = sigmoid(rate).
+        """
+
+    def mamba_inputs(
+        self,
+        mixed: Tensor,
+        step: Tensor,
+        decay: Tensor,
+        step_bias: Tensor,
+        step_limit: tuple[float, float],
+        groups: int,
+        key_dim: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What Mamba-2 reads, all in f32. As `delta_inputs`, but for
+
+        mixed       [T, H V + 2 G K] f32   values, keys and queries
+        step_limit                         of softplus(step + step_bias), at least and at most
+
+        Returns q, k [T, G, K]; x [T, H, V] the values; v [T, H, V] = x times the step; log_decay [T, H].
+        """
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, is_gated_first: bool) -> Tensor:
+        """An RMS norm over each of N groups, and a gate by SiLU, after the norm or before it.
+
+        x       [T, N, D] f32
+        gate    [T, N * D]      any strides over rows
+        weight  [D], or [N * D]
+
+        Returns [T, N * D] as gate.
+        """
+
 
 class LatentKernels(Protocol):
     """The kernels of attention over latents in its absorbed form: see `kernels/reference/latents.py`.

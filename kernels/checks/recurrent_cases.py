@@ -30,11 +30,31 @@ def recurrent_cases(dtype: torch.dtype) -> list[CompileCase]:
             for step in STEPS
         ),
         *(
+            CompileCase(f"recurrent gates {model} {step[1]} {name}", partial(_inputs, *sizes, *step, dtype))
+            for model, sizes in STATES.items()
+            for step in STEPS[1:2]
+        ),
+        *(
             CompileCase(f"conv {model} {step[1]} {name}", partial(_convolve, *sizes, *step, dtype))
             for model, sizes in CHANNELS.items()
             for step in STEPS
         ),
     ]
+
+
+def _inputs(
+    groups: int, heads: int, key_dim: int, value_dim: int, is_delta: bool, _: int, num_tokens: int, dtype: torch.dtype
+) -> None:
+    width = 2 * groups * key_dim + heads * value_dim
+    each, head = _meta(num_tokens, heads, dtype=dtype), _meta(heads)
+    if is_delta:
+        launches.delta_inputs(_meta(num_tokens, width), each, each, head, head, groups, key_dim)
+    else:
+        launches.mamba_inputs(_meta(num_tokens, width), each, head, head, (0.0, float("inf")), groups, key_dim)
+    x, gate = _meta(num_tokens, heads, value_dim), _meta(num_tokens, heads * value_dim, dtype=dtype)
+    launches.gated_norm(x, gate, _meta(value_dim, dtype=dtype), 1e-6, is_gated_first=not is_delta)
+    whole = _meta(heads * value_dim, dtype=dtype)
+    launches.gated_norm(x.view(num_tokens, 1, -1), gate, whole, 1e-6, is_gated_first=not is_delta)
 
 
 def _recur(

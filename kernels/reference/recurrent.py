@@ -134,17 +134,45 @@ def _padded(found: Tensor, like: Tensor) -> Tensor:
     return torch.cat((found, found.new_zeros(len(like) - len(found), *like.shape[1:])))
 
 
+def delta_inputs(
+    mixed: Tensor, step: Tensor, rate: Tensor, decay: Tensor, step_bias: Tensor, groups: int, key_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `RecurrentKernels.delta_inputs`."""
+    mixed, step, rate = F.silu(mixed), step.float(), rate.float()
+    keys = groups * key_dim
+    q, k, v = mixed.split_with_sizes((keys, keys, mixed.shape[1] - 2 * keys), -1)
+    q, k = (unit(one.reshape(len(one), groups, key_dim)) for one in (q, k))
+    v = v.reshape(len(v), len(decay), -1)
+    return q * key_dim**-0.5, k, v, decay * F.softplus(step + step_bias), torch.sigmoid(rate)
+
+
+def mamba_inputs(
+    mixed: Tensor,
+    step: Tensor,
+    decay: Tensor,
+    step_bias: Tensor,
+    step_limit: tuple[float, float],
+    groups: int,
+    key_dim: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `RecurrentKernels.mamba_inputs`."""
+    mixed, keys = F.silu(mixed), groups * key_dim
+    x, k, q = mixed.split_with_sizes((mixed.shape[1] - 2 * keys, keys, keys), -1)
+    q, k = (one.reshape(len(one), groups, key_dim) for one in (q, k))
+    x = x.reshape(len(x), len(decay), -1)
+    size = F.softplus(step.float() + step_bias).clamp(*step_limit)
+    return q, k, x, x * size[..., None], decay * size
+
+
 def unit(x: Tensor) -> Tensor:
     """Each row of x [..., D] f32 divided by its length, as the delta rule takes queries and keys."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, is_gated_first: bool) -> Tensor:
-    """RMS norm over the groups of x [T, N, D] f32, and a gate [T, N, D] by SiLU, after the norm or before it.
-
-    `weight` [D], or [N, D] as one row. Returns [T, N * D] f32.
-    """
+    """See `RecurrentKernels.gated_norm`."""
+    dtype, gate = gate.dtype, gate.reshape(x.shape)
     opened = F.silu(gate.float())
     normed = F.rms_norm(x * opened if is_gated_first else x, x.shape[-1:], None, eps)
     normed = normed * weight.float().view(-1, x.shape[-1])
-    return (normed if is_gated_first else normed * opened).reshape(len(x), -1)
+    return (normed if is_gated_first else normed * opened).reshape(len(x), -1).to(dtype)

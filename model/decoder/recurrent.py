@@ -19,7 +19,7 @@ from ...kernels.kernel_set import KernelSet, RecurrentKernels
 from ...kernels.layout.kv_layout import ALIGNMENT
 from ...kernels.layout.state_layout import StateLayout
 from ...kernels.reference import kernel_set
-from ...kernels.reference.recurrent import SequenceRows, gated_norm, unit
+from ...kernels.reference.recurrent import SequenceRows
 from ..families.names import projections
 from ..spec import DecoderSpec, RecurrentSpec
 from .upload import upload, zeros
@@ -113,40 +113,35 @@ class RecurrentLayer:
             return self._convolve(joined, tails, rows)
         gate, mixed, *heads = joined.split_with_sizes(self._sizes, -1)
         weights, num_tokens = self.weights, len(joined)
-        mixed = F.silu(self.kernels.causal_conv(mixed, tails, weights.conv, weights.conv_bias, rows))
+        mixed = self.kernels.causal_conv(mixed, tails, weights.conv, weights.conv_bias, rows)
         mix = self._delta if self.spec.kind == "gdn" else self._mamba
-        out = mix(mixed, [head.float() for head in heads], matrices, rows)  # [T, H, V]
+        out = mix(mixed, heads, matrices, rows)  # [T, H, V]
         if weights.norm is None:
             return (out.reshape(num_tokens, -1) * F.silu(gate.float())).to(joined.dtype)
         size, norm = self.spec.norm_group or self.spec.value_dim, weights.norm
         assert norm.weight is not None
-        parts = (num_tokens, -1, size)
         is_gated_first = self.spec.kind == "mamba2"
-        out, gate = out.reshape(parts), gate.reshape(parts)
-        return gated_norm(out, gate, norm.weight, norm.spec.eps, is_gated_first=is_gated_first).to(joined.dtype)
+        out = out.reshape(num_tokens, -1, size)
+        return self.kernels.gated_norm(out, gate, norm.weight, norm.spec.eps, is_gated_first=is_gated_first)
 
     def _delta(self, mixed: Tensor, heads: list[Tensor], matrices: Tensor, rows: SequenceRows) -> Tensor:
         """The gated delta rule, [T, H, V]."""
         spec, weights = self.spec, self.weights
         assert weights.decay is not None and weights.step_bias is not None
         step, rate = heads
-        keys = spec.num_key_heads * spec.key_dim
-        q, k, v = mixed.split_with_sizes((keys, keys, spec.inner_size), -1)
-        q, k = (unit(one.reshape(len(one), spec.num_key_heads, spec.key_dim)) for one in (q, k))
-        v = v.reshape(len(v), spec.num_value_heads, spec.value_dim)
-        log_decay = weights.decay * F.softplus(step + weights.step_bias)
-        return self.kernels.recur(matrices, q * spec.key_dim**-0.5, k, v, log_decay, torch.sigmoid(rate), rows)
+        sizes = spec.num_key_heads, spec.key_dim
+        inputs = self.kernels.delta_inputs(mixed, step, rate, weights.decay, weights.step_bias, *sizes)
+        return self.kernels.recur(matrices, *inputs, rows)
 
     def _mamba(self, mixed: Tensor, heads: list[Tensor], matrices: Tensor, rows: SequenceRows) -> Tensor:
         """Mamba-2, [T, H, V]: its B are the keys, its C the queries, and values are x times the step."""
         spec, weights = self.spec, self.weights
         assert weights.decay is not None and weights.step_bias is not None and weights.skip is not None
-        keys = spec.num_key_heads * spec.key_dim
-        x, k, q = mixed.split_with_sizes((spec.inner_size, keys, keys), -1)
-        q, k = (one.reshape(len(one), spec.num_key_heads, spec.key_dim) for one in (q, k))
-        x = x.reshape(len(x), spec.num_value_heads, spec.value_dim)
-        step = F.softplus(heads[0] + weights.step_bias).clamp(*spec.step_limit)
-        out = self.kernels.recur(matrices, q, k, x * step[..., None], weights.decay * step, None, rows)
+        sizes = spec.num_key_heads, spec.key_dim
+        q, k, x, v, log_decay = self.kernels.mamba_inputs(
+            mixed, heads[0], weights.decay, weights.step_bias, spec.step_limit, *sizes
+        )
+        out = self.kernels.recur(matrices, q, k, v, log_decay, None, rows)
         return out.addcmul_(weights.skip[:, None], x)
 
     def _convolve(self, joined: Tensor, tails: Tensor, rows: SequenceRows) -> Tensor:

@@ -36,7 +36,7 @@ COLUMN_BYTES = 128  # per slot: the sampler's columns of one number each
 # At most: kernels of a size of CUDA graphs beside its layers, with all its kinds of sampling, and bytes that the driver
 # keeps for each. What it really takes is measured when the graphs are captured.
 STEP_KERNELS, KERNEL_BYTES = 64, 16 << 10
-RECURRENT_KERNELS = 32  # of a recurrent layer beside its products: gates, convolution, recurrence and norm
+RECURRENT_KERNELS = 9  # of a recurrent layer beside its products: convolution, gates, recurrence and norm
 ADAPTER_KERNELS = 9  # of a layer with LoRA adapters, besides: shrink, expand, and norms apart from their products
 
 

@@ -67,6 +67,37 @@ def test_a_convolution_and_what_slots_keep_are_the_twins(name: str, has_bias: bo
 
 
 @pytest.mark.parametrize("is_delta", [True, False])
+def test_what_a_recurrence_reads_of_products_is_the_twins(is_delta: bool) -> None:
+    key_dim, value_dim, count = 20, 24, 3
+    joined = drawn(count, 2 * GROUPS * key_dim + HEADS * value_dim + 2 * HEADS + 3).half()[:, 3:]
+    mixed = joined[:, : -2 * HEADS].float()
+    step, rate = joined[:, -2 * HEADS : -HEADS] * 4 - 6, joined[:, -HEADS:]  # of exponents that are small, too
+    places = -drawn(HEADS).exp(), drawn(HEADS).flip(0)
+    for kernels in (launches, reference):
+        if is_delta:
+            found = kernels.delta_inputs(mixed, step, rate, *places, GROUPS, key_dim)  # type: ignore[attr-defined]
+        else:
+            found = kernels.mamba_inputs(mixed, step, *places, (0.001, 0.5), GROUPS, key_dim)  # type: ignore[attr-defined]
+        if kernels is launches:
+            got = found
+    for ours, theirs in zip(got, found, strict=True):
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("is_gated_first", [True, False])
+def test_a_gated_norm_is_the_twins(is_gated_first: bool) -> None:
+    x, joined = drawn(3, 4, 20), drawn(3, 83).half()
+    for weight in (drawn(80), drawn(20).half()):
+        got, want = (
+            one.gated_norm(x, joined[:, 3:], weight, 1e-5, is_gated_first=is_gated_first)
+            for one in (launches, reference)
+        )
+        assert got.dtype == want.dtype == torch.float16
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("is_delta", [True, False])
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_recurrence_and_its_states_are_the_twins(name: str, is_delta: bool) -> None:
     rows, count = rows_of(COUNTS[name]), sum(COUNTS[name])

@@ -55,7 +55,7 @@ BELOW = {
     "model/schema": "",
     "model/text": "model model/schema",
     "model/demo/making": "model/demo",
-    "model/decoder": "model model/families model/checkpoint model/lora model/sharding",
+    "model/decoder": "model model/families model/checkpoint model/lora model/quantized model/sharding",
     "model/sharding": "model model/families model/checkpoint model/lora",
     "model/lora": "model model/families model/checkpoint",
     "model/fallback": "model model/checkpoint model/decoder",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..layout.experts import ExpertStack, RoutedExperts
+from ..layout.experts import CodedMatrices, ExpertStack, RoutedExperts
 from ..layout.layer_options import Activation
 from ..triton.experts.launches import routed_experts
 from .compile_cases import TYPE_NAMES, CompileCase
@@ -58,6 +58,15 @@ def expert_cases(
         for layer in names
         for count in tokens
     ]
+    if dtype != torch.float32:
+        cases += [
+            CompileCase(
+                f"experts in codes {form} {count} {name}", partial(_launch, count, dtype, codes=form, **LAYERS[layer])
+            )
+            for form, layer in (("e2m1", "gpt-oss"), ("zeros", "30B-A3B"), ("int8", "OLMoE"))
+            for count in tokens
+            if layer in names
+        ]
     return [
         *cases,
         CompileCase(f"experts fixed {name}", partial(_launch, 64, dtype, is_batch_invariant=True, **LAYERS["30B-A3B"])),
@@ -76,13 +85,16 @@ def _launch(
     has_bias: bool = False,
     has_choice_bias: bool = False,
     is_batch_invariant: bool = False,
+    codes: str = "",
 ) -> Tensor:
     num_experts, width, inner = sizes
     num_rows = inner * (1 + is_gated)
     stack = ExpertStack(
-        gate_up=_meta(num_experts, num_rows, width, dtype=dtype),
+        gate_up=_coded(codes, num_experts, num_rows, width)
+        if codes
+        else _meta(num_experts, num_rows, width, dtype=dtype),
         gate_up_bias=_meta(num_experts, num_rows, dtype=dtype) if has_bias else None,
-        down=_meta(num_experts, width, inner, dtype=dtype),
+        down=_coded(codes, num_experts, width, inner) if codes else _meta(num_experts, width, inner, dtype=dtype),
         down_bias=_meta(num_experts, width, dtype=dtype) if has_bias else None,
     )
     experts = RoutedExperts(
@@ -97,6 +109,22 @@ def _launch(
     )
     x, logits = _meta(num_tokens, width, dtype=dtype), _meta(num_tokens, num_experts, dtype=torch.float32)
     return routed_experts(x, logits, experts)
+
+
+def _coded(form: str, *shape: int) -> CodedMatrices:
+    is_packed, group = form != "int8", 128 if form == "zeros" else 32
+    groups = (*shape[:2], -(-shape[2] // group))
+    return CodedMatrices(
+        codes=_meta(*shape[:2], shape[2] // (1 + is_packed), dtype=torch.uint8),
+        scales=_meta(*groups, dtype=torch.float16),
+        zeros=_meta(*groups, dtype=torch.uint8) if form == "zeros" else None,
+        offsets=_meta(*groups, dtype=torch.float32) if form == "int8" else None,
+        table=_meta(16, dtype=torch.float32) if form == "e2m1" else None,
+        zero=128.0 if form == "int8" else 0.0,
+        group=group,
+        num_columns=shape[2],
+        is_packed=is_packed,
+    )
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> Tensor:

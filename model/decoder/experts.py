@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -11,9 +11,15 @@ from torch import Tensor
 from ...kernels.kernel_set import KernelSet, load_experts
 from ...kernels.layout.experts import ExpertStack, RoutedExperts
 from ...kernels.tilings.tables import Tilings
-from ..spec import FeedSpec, MoeSpec
+from ..checkpoint.tensor_shapes import TensorSource
+from ..families import names
+from ..grouped_matrix import GroupedMatrix
+from ..quantized.expert_codes import bits_per_number, coded_format
+from ..spec import DecoderSpec, FeedSpec, MoeSpec
 from .linear import EvenLinear, Linear
 from .norms import NormWeights, normed
+
+EXPERT = names.EXPERT_GATE, names.EXPERT_UP, names.EXPERT_DOWN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +45,7 @@ class ExpertWeights:
     expert_scale: Tensor | None = None  # [E] f32
     # of what the experts read, what they return and what `dense_beside` returns
     own_norms: tuple[NormWeights, ...] = ()
-    experts: tuple[FeedWeights, ...]
+    experts: tuple[FeedWeights, ...]  # none of a stack of codes
     stack: ExpertStack | None = None  # the same memory as one tensor each, for kernels that need it
     shared: FeedWeights | None
     shared_router: Linear | None  # hidden -> 1
@@ -52,7 +58,7 @@ class ExpertWeights:
             for part in value if isinstance(value, tuple) else (value,):
                 if isinstance(part, Tensor):
                     yield part
-                elif part is not None and not isinstance(part, ExpertStack):
+                elif part is not None and not (isinstance(part, ExpertStack) and self.experts):
                     yield from part.tensors()
 
 
@@ -122,3 +128,41 @@ class Experts:
             return weights.down(self.kernels.activated_linear(x, None, weights.gate_up, spec.activation))
         inner = self.kernels.gated_linear(x, None, weights.gate_up, spec.activation, spec.alpha, spec.limit)
         return weights.down(inner)
+
+
+def coded_item_sizes(source: TensorSource, spec: DecoderSpec) -> dict[str, float]:
+    """Bytes of a number of each matrix of experts that stays in codes."""
+    found = dict[str, float]()
+    if not source.packing:
+        return found
+    for index, layer in enumerate(spec.layers):
+        if not isinstance(moe := layer.feed, MoeSpec):
+            continue
+        parts = expert_parts(moe, lambda stem, index=index: stem.replace("*", str(index)))  # type: ignore[misc]
+        formats = [coded_format(source, parts[field]) for field in ("gate_up", "down")]
+        for form, field in zip(formats, ("gate_up", "down"), strict=True):
+            for name in (name for joined in parts[field] for name in joined):
+                if form is None or None in formats:
+                    continue
+                matrix = source.grouped(name)
+                assert isinstance(matrix, GroupedMatrix)
+                found[name] = bits_per_number(form, matrix.shape[1]) / 8
+    return found
+
+
+def expert_parts(moe: MoeSpec, name: Callable[[str], str]) -> dict[str, list[list[str]]]:
+    """The tensors of a layer's experts by the fields of `ExpertStack`: of each expert those that are joined.
+
+    `name` gives the layer's number to stems.
+    """
+    stems = [[name(names.of_expert(stem, expert)) for stem in EXPERT] for expert in range(moe.num_experts)]
+    inner, outer = slice(0 if moe.expert.is_gated else 1, 2), slice(2, 3)
+    kinds = {
+        "gate_up": (inner, "weight"),
+        "gate_up_bias": (inner, "bias"),
+        "down": (outer, "weight"),
+        "down_bias": (outer, "bias"),
+    }
+    return {
+        field: [[f"{stem}.{kind}" for stem in each[part]] for each in stems] for field, (part, kind) in kinds.items()
+    }

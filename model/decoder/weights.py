@@ -19,6 +19,7 @@ from ..checkpoint.tensor_shapes import CheckpointChange, Shapes, TensorSource, e
 from ..errors import CheckpointError
 from ..families import names
 from ..grouped_matrix import GroupedMatrix
+from ..quantized.expert_codes import coded_format, load_coded
 from ..sharding.layer_split import LayerRange
 from ..sharding.shard import WHOLE, Cut, RankShare, cuts_of, spec_of
 from ..spec import (
@@ -33,7 +34,7 @@ from ..spec import (
     PerLayerInputs,
     RecurrentSpec,
 )
-from .experts import ExpertWeights, FeedWeights
+from .experts import EXPERT, ExpertWeights, FeedWeights, expert_parts
 from .linear import EvenLinear, Linear, linear_form
 from .norms import NormWeights as NormWeights
 
@@ -344,17 +345,9 @@ class _Loader:
         stems = [[name(names.of_expert(stem, expert)) for stem in EXPERT] for expert in range(moe.num_experts)]
         if not self.stacks_experts:
             return tuple(self._feed(moe.expert, *each) for each in stems), None
-        inner, outer = slice(0 if moe.expert.is_gated else 1, 2), slice(2, 3)
-        kinds = {
-            "gate_up": (inner, "weight"),
-            "gate_up_bias": (inner, "bias"),
-            "down": (outer, "weight"),
-            "down_bias": (outer, "bias"),
-        }
-        found = {
-            field: [[f"{stem}.{kind}" for stem in each[part]] for each in stems]
-            for field, (part, kind) in kinds.items()
-        }
+        found = expert_parts(moe, name)
+        if (coded := self._coded_stack(found)) is not None:
+            return (), coded
         stack = {field: self._empty_stack(each) if each[0][0] in self.shapes else None for field, each in found.items()}
         form, experts = EvenLinear if self.form is EvenLinear else Linear, []
         for expert in range(moe.num_experts):
@@ -366,6 +359,21 @@ class _Loader:
             assert gate_up is not None and down is not None
             experts.append(FeedWeights(form(gate_up, gate_up_bias), form(down, down_bias)))
         return tuple(experts), ExpertStack(**stack)  # type: ignore[arg-type]  # the weights are there
+
+    def _coded_stack(self, found: dict[str, list[list[str]]]) -> ExpertStack | None:
+        """The experts in the codes of their file; None: they are to be unpacked. `found`: names by field and expert."""
+        formats = {field: coded_format(self.source, found[field]) for field in ("gate_up", "down")}
+        if None in formats.values() or self.cuts:
+            return None
+        stack: dict[str, Any] = {"gate_up_bias": None, "down_bias": None}
+        for field, each in found.items():
+            if (form := formats.get(field)) is not None:
+                stack[field] = load_coded(self.source, each, form, self.device)
+            elif each[0][0] in self.shapes:
+                stack[field] = self._empty_stack(each)
+                for names_of_one, part in zip(each, stack[field], strict=True):
+                    self._fill(names_of_one, part)
+        return ExpertStack(**stack)
 
     def _empty_stack(self, found: list[list[str]]) -> Tensor:
         """Memory for tensors of all experts, each of several joined along their rows."""
@@ -467,9 +475,6 @@ class _Loader:
 
     def _cut(self, name: str) -> Cut:
         return self.cuts.get(name, WHOLE)
-
-
-EXPERT = names.EXPERT_GATE, names.EXPERT_UP, names.EXPERT_DOWN
 
 
 def _as_tensor(array: NDArray[Any]) -> Tensor:

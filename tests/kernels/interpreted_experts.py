@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from millrace.kernels import kernel_set
-from millrace.kernels.layout.experts import ExpertStack, RoutedExperts, most_tiles
+from millrace.kernels.layout.experts import CodedMatrices, ExpertStack, RoutedExperts, most_tiles
 from millrace.kernels.reference import experts as reference
 from millrace.kernels.reference.experts import route
 from millrace.kernels.triton import launch as triton_launch
@@ -153,6 +153,38 @@ def test_a_layer_of_experts_is_its_twin(options: dict[str, Any], dtype: torch.dt
     assert routed_experts(x[:0], logits[:0], experts).shape == (0, 40)
 
 
+CODED: dict[str, dict[str, Any]] = {
+    "e2m1": {"bits": 4, "group": 16, "table": torch.tensor([*range(8), *range(0, -8, -1)]) * 0.5},
+    "zeros": {"bits": 4, "group": 8, "has_zeros": True},
+    "int8": {"bits": 8, "group": 48, "zero": 128.0, "has_offsets": True},
+}
+
+
+def coded(*shape: int, bits: int, group: int, **options: Any) -> CodedMatrices:
+    """Drawn codes of matrices [E, N, K]."""
+    is_packed, groups = bits == 4, (*shape[:2], -(-shape[2] // group))
+    codes = torch.randint(0, 256, (*shape[:2], shape[2] // (1 + is_packed))).to(torch.uint8)
+    zeros = torch.randint(0, 16, groups).to(torch.uint8) if options.get("has_zeros") else None
+    offsets = torch.randn(groups) * 0.01 if options.get("has_offsets") else None
+    scales, table = torch.rand(groups).half() * (0.05 if is_packed else 0.003), options.get("table")
+    others = {"table": table, "zero": options.get("zero", 0.0), "num_columns": shape[2], "is_packed": is_packed}
+    return CodedMatrices(codes=codes, scales=scales, zeros=zeros, offsets=offsets, group=group, **others)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_layer_of_experts_in_codes_is_the_twin_of_their_numbers(name: str) -> None:
+    torch.manual_seed(7)
+    gate_up, down = coded(5, 48, 40, **CODED[name]), coded(5, 40, 24, **CODED[name])
+    stack = ExpertStack(gate_up=gate_up, gate_up_bias=torch.randn(5, 48), down=down, down_bias=None)
+    each = [
+        (Linear(one, bias), Linear(other))
+        for one, bias, other in zip(gate_up.numbers(), stack.gate_up_bias, down.numbers(), strict=True)
+    ]
+    experts = RoutedExperts(rule=RouterSpec(), top_k=3, each=each, stack=stack)
+    x, logits = torch.randn(7, 40), torch.randn(7, 5)
+    assert_close(routed_experts(x, logits, experts), reference.routed_experts(x, logits, experts))
+
+
 def test_many_pairs_are_listed_by_several_programs() -> None:
     experts = made(5, 16, 16, top_k=4)
     torch.manual_seed(4)
@@ -176,6 +208,7 @@ def test_only_experts_with_rows_are_read() -> None:
     want = routed_experts(x, logits, experts)
     ids, _ = route(logits, experts.rule, experts.top_k)
     assert experts.stack is not None
+    assert isinstance(experts.stack.gate_up, Tensor) and isinstance(experts.stack.down, Tensor)
     for expert in set(range(9)) - set(ids.reshape(-1).tolist()):
         experts.stack.gate_up[expert] = torch.nan
         experts.stack.down[expert] = torch.nan

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import triton
 
-from ...layout.experts import TILE, RoutedExperts, most_tiles
+from ...layout.experts import TILE, CodedMatrices, RoutedExperts, most_tiles
 from ...tilings.experts import ExpertProduct, ExpertShape, ExpertTiling, usual_tiling
 from ...tilings.products import DtypeName
 from ...tilings.shared_memory import RESERVE, block_bytes
@@ -55,12 +55,12 @@ def routed_experts(x: Tensor, logits: Tensor, experts: RoutedExperts) -> Tensor:
     check_dtype(x)
     stack = experts.stack
     assert stack is not None, "the weights were not loaded for these kernels"
-    assert x.stride(1) == stack.gate_up.stride(2) == stack.down.stride(2) == 1 and stack.down.dtype == x.dtype
+    assert x.stride(1) == 1 and all(_is_plain(weight, x) for weight in (stack.gate_up, stack.down))
     num_tokens, num_pairs = len(x), len(x) * experts.top_k
     out = torch.empty((num_tokens, x.shape[1]), dtype=torch.float32, device=x.device)
     if not num_tokens:
         return out
-    num_experts, inner = len(stack.down), stack.down.shape[2]
+    num_experts, _, inner = stack.down.shape
     first = tiling_of("gate_up", experts, num_pairs, x)
     second = replace(tiling_of("down", experts, num_pairs, x), block_m=first.block_m)
     lists = list_pairs(logits, experts, first.block_m)
@@ -76,6 +76,13 @@ def routed_experts(x: Tensor, logits: Tensor, experts: RoutedExperts) -> Tensor:
         TOP_K=experts.top_k, BLOCK=block, enable_fp_fusion=True, **early_launch(x.device),
     )  # fmt: skip
     return out
+
+
+def _is_plain(weight: Tensor | CodedMatrices, x: Tensor) -> bool:
+    """Whether the kernels take a weight for rows x: numbers of one type, or codes, one behind another."""
+    if isinstance(weight, CodedMatrices):
+        return all(part.is_contiguous() for part in weight.tensors())
+    return weight.stride(2) == 1 and weight.dtype == x.dtype
 
 
 def tiling_of(product: ExpertProduct, experts: RoutedExperts, num_pairs: int, x: Tensor) -> ExpertTiling:
@@ -94,8 +101,17 @@ def tiling_of(product: ExpertProduct, experts: RoutedExperts, num_pairs: int, x:
         dtype=NAMES[x.dtype],
     )
     if experts.tilings is not None:
-        return experts.tilings.experts(shape, is_fixed=is_fixed)
-    return usual_tiling(shape, block_bytes(launch.capability(x.device)) - RESERVE, is_fixed=is_fixed)
+        tiling = experts.tilings.experts(shape, is_fixed=is_fixed)
+    else:
+        tiling = usual_tiling(shape, block_bytes(launch.capability(x.device)) - RESERVE, is_fixed=is_fixed)
+    weight = stack.gate_up if product == "gate_up" else stack.down
+    return _of_codes(tiling) if isinstance(weight, CodedMatrices) else tiling
+
+
+def _of_codes(tiling: ExpertTiling) -> ExpertTiling:
+    """The same with tiles that leave registers to unpack codes in."""
+    sizes = {"block_m": min(64, tiling.block_m), "block_n": min(64, tiling.block_n)}
+    return replace(tiling, **sizes, num_warps=max(8, tiling.num_warps))
 
 
 def list_pairs(logits: Tensor, experts: RoutedExperts, tile_rows: int) -> PairLists:
@@ -146,7 +162,7 @@ def _list_many(lists: PairLists, num_experts: int, tile_rows: int) -> None:
 def _multiply(
     out: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | CodedMatrices,
     bias: Tensor | None,
     lists: PairLists,
     experts: RoutedExperts,
@@ -155,10 +171,16 @@ def _multiply(
 ) -> None:
     """A product of each tile, to `out` [P, N]; x is [T, K], or [P, K] for `down`."""
     num_outputs, num_inner = out.shape[1], x.shape[1]
+    coded = weight if isinstance(weight, CodedMatrices) else None
+    stored = weight.codes if isinstance(weight, CodedMatrices) else weight
+    by_group = (None,) * 4 if coded is None else (coded.scales, coded.zeros, coded.offsets, coded.table)
+    groups = (0, 0) if coded is None else coded.scales.stride()[:2]
     product_kernel[(triton.cdiv(num_outputs, tiling.block_n), len(lists.tiles))](
-        out, x, weight, bias, lists.order, lists.tiles, lists.num_tiles, experts.alpha, experts.limit,
-        num_outputs, num_inner, x.stride(0), weight.stride(0), weight.stride(1), 0 if bias is None else bias.stride(0),
-        out.stride(0), TOP_K=experts.top_k, KIND=kind, ACTIVATION=experts.activation,
+        out, x, stored, bias, *by_group, lists.order, lists.tiles, lists.num_tiles, experts.alpha, experts.limit,
+        0.0 if coded is None else coded.zero, num_outputs, num_inner, x.stride(0), stored.stride(0), stored.stride(1),
+        *groups, 0 if bias is None else bias.stride(0), out.stride(0),
+        GROUP=0 if coded is None else coded.group, IS_PAIRS=coded is not None and coded.is_packed,
+        TOP_K=experts.top_k, KIND=kind, ACTIVATION=experts.activation,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         EVEN_N=num_outputs % tiling.block_n == 0, EVEN_K=num_inner % tiling.block_k == 0,
         BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.num_stages,

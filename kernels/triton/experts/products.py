@@ -17,15 +17,16 @@ import triton.language as tl
 
 from ..launch import start_early
 from ..layers import activate, gate_product
+from .coded import coded_tile
 from .lists import TILE
 
 
 @triton.jit
 def product_kernel(
-    out, x, weight, bias, order, tiles, num_tiles, alpha, limit,
-    num_outputs, num_inner, x_row, weight_expert, weight_row, bias_expert, out_row,
+    out, x, weight, bias, scales, zeros, offsets, table, order, tiles, num_tiles, alpha, limit, zero,
+    num_outputs, num_inner, x_row, weight_expert, weight_row, groups_expert, groups_row, bias_expert, out_row,
     TOP_K: tl.constexpr, KIND: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GROUP: tl.constexpr, IS_PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """KIND gated or activated: of tokens' rows x [T, K], to rows in the order of pairs; down: of those, to pairs."""
@@ -44,18 +45,38 @@ def product_kernel(
         k = tl.arange(0, BLOCK_K)
         is_output = n < num_outputs
         x_place = x + row.to(tl.int64)[:, None] * x_row + k[None, :]
-        weight_place = weight + expert * weight_expert + n.to(tl.int64)[:, None] * weight_row + k[None, :]
+        weight_place = weight + expert * weight_expert
+        if GROUP > 0:  # the weight is codes
+            scales += expert * groups_expert
+            if zeros is not None:
+                zeros += expert * groups_expert
+            if offsets is not None:
+                offsets += expert * groups_expert
+        else:
+            weight_place += n.to(tl.int64)[:, None] * weight_row + k[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up_acc = acc
         for first in tl.range(0, num_inner, BLOCK_K, num_stages=STAGES):
             is_inner = first + k < num_inner
             rows = _tile(x_place + first, is_row, is_inner, False, EVEN_K, "evict_last")
-            some = _tile(weight_place + first, is_output, is_inner, EVEN_N, EVEN_K, "evict_first")
+            if GROUP > 0:
+                some = coded_tile(
+                    weight_place, scales, zeros, offsets, table, zero, n.to(tl.int64), first, num_inner, weight_row,
+                    groups_row, is_output, rows, GROUP, IS_PAIRS, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            else:
+                some = _tile(weight_place + first, is_output, is_inner, EVEN_N, EVEN_K, "evict_first")
             # [M, K] @ [K, N] -> [M, N]
             acc = tl.dot(rows, tl.trans(some), acc, input_precision=PRECISION)
             if KIND == "gated":
-                up_place = weight_place + num_outputs.to(tl.int64) * weight_row + first
-                some = _tile(up_place, is_output, is_inner, EVEN_N, EVEN_K, "evict_first")
+                if GROUP > 0:
+                    some = coded_tile(
+                        weight_place, scales, zeros, offsets, table, zero, n.to(tl.int64) + num_outputs, first,
+                        num_inner, weight_row, groups_row, is_output, rows, GROUP, IS_PAIRS, BLOCK_N, BLOCK_K,
+                    )  # fmt: skip
+                else:
+                    up_place = weight_place + num_outputs.to(tl.int64) * weight_row + first
+                    some = _tile(up_place, is_output, is_inner, EVEN_N, EVEN_K, "evict_first")
                 up_acc = tl.dot(rows, tl.trans(some), up_acc, input_precision=PRECISION)
         narrow: tl.constexpr = out.dtype.element_ty
         if bias is not None:

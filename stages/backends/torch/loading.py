@@ -16,9 +16,10 @@ import torch
 
 from ....kernels import kernel_set
 from ....model.backend_gaps import missing
-from ....model.checkpoint.tensor_shapes import expected_shapes
+from ....model.checkpoint.tensor_shapes import expected_shapes, open_source
 from ....model.decoder.decoder import Decoder
 from ....model.decoder.emulated_shards import emulated
+from ....model.decoder.experts import coded_item_sizes
 from ....model.decoder.lora_linear import LoraTable
 from ....model.decoder.lora_slots import LoraSlots
 from ....model.decoder.weights import DecoderWeights, load_weights
@@ -265,7 +266,8 @@ def _load_weights(
     """Loads the checkpoint's weights. Returns a function that makes decoders with them."""
     dtype = torch_dtype(config, shape.dtype)
     free = free_bytes(config, device)
-    _check_fit(config, shape, dtype, max_model_len, device, free)
+    item_size = _item_size(config, root, shape, dtype, kernels.name)
+    _check_fit(config, shape, dtype, max_model_len, device, free, item_size)
     load = partial(
         load_weights,
         root,
@@ -294,16 +296,35 @@ def _emulated(
     return emulated(shape, [load(shard=RankShare(rank, size)) for rank in range(size)])
 
 
+def _item_size(
+    config: EngineConfig, root: Path, shape: DecoderSpec, dtype: torch.dtype, kernels: kernel_set.BackendName
+) -> Callable[[str], float]:
+    """Bytes of a number of a tensor on the device: experts stay in the codes of their file where kernels take them."""
+    coded = dict[str, float]()
+    if kernels == "triton" and shape.mixtures and config.load_format != "dummy":
+        source, spec = open_source(root, shape, config.load_format, merging_of(config))
+        coded = coded_item_sizes(source, spec)
+    return lambda name: coded.get(name, dtype.itemsize)
+
+
 def _check_fit(
-    config: EngineConfig, shape: DecoderSpec, dtype: torch.dtype, max_model_len: int, device: torch.device, free: int
+    config: EngineConfig,
+    shape: DecoderSpec,
+    dtype: torch.dtype,
+    max_model_len: int,
+    device: torch.device,
+    free: int,
+    item_size: Callable[[str], float] | None = None,
 ) -> None:
     """Raises `ConfigError`, before loading, if weights and the least cache are larger than the free memory.
 
-    On a CPU these are of all ranks, which share its memory; on a GPU of the first.
+    `item_size`: bytes of a number of a tensor; None: the same of all. On a CPU these are of all ranks, which share its
+    memory; on a GPU of the first.
     """
     shards = [RankShare(rank, config.tensor_parallel_size) for rank in range(config.tensor_parallel_size)]
     shards = shards if device.type == "cpu" else shards[:1]
-    weights, form = sum(bytes_kept(shape, lambda _: dtype.itemsize, shard) for shard in shards), name_of(dtype)
+    item_size = item_size or (lambda _: dtype.itemsize)
+    weights, form = sum(bytes_kept(shape, item_size, shard) for shard in shards), name_of(dtype)
     if config.pipeline_parallel_size > 1 and shape.head.is_tied:  # the first and the last rank have it
         weights += shape.vocab_size * shape.hidden_size * dtype.itemsize
     of_rank = shape if config.tensor_parallel_size == 1 else spec_of(shape, shards[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,15 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from millrace import LLM, SamplingParams
 from millrace.model.checkpoint.tensor_shapes import open_source
+from millrace.model.decoder.experts import coded_item_sizes
+from millrace.model.decoder.memory_estimate import weights_bytes
+from millrace.model.decoder.weights import load_weights
 from millrace.model.errors import CheckpointError
 from millrace.model.fallback.checkpoint_loading import load_model, num_weights, read_config
 from millrace.model.families import registry
+from millrace.model.families.registry import read_spec
 from millrace.model.grouped_matrix import GroupedMatrix
+from millrace.stages.backends.weights_fit import bytes_kept
 from tests.families.checkpoint import make_model, write
 from tests.families.row import row
 
@@ -153,3 +159,24 @@ def test_other_packed_weights_are_still_refused_by_name(folders: tuple[Path, Pat
         CheckpointError, match="quantization_config: 'fp8' weights are not supported for models that run"
     ):
         read_config(tmp_path)
+
+
+def test_experts_stay_in_their_codes_for_kernels_that_multiply_codes(folders: tuple[Path, Path]) -> None:
+    plain, made = folders
+    spec = read_spec(made)
+    load = partial(load_weights, spec=spec, device=torch.device("cpu"), dtype=torch.float32, stacks_experts=True)
+    coded, numbers = load(made), load(plain)
+    for ours, theirs in zip(coded.layers, numbers.layers, strict=True):
+        stack, want = ours.experts[0].stack, theirs.experts[0].stack
+        assert stack is not None and want is not None and not ours.experts[0].experts
+        for name in ("gate_up", "down"):
+            matrices = getattr(stack, name)
+            assert isinstance(matrices, CodedMatrices) and matrices.codes.shape[2] * 2 == matrices.shape[2]
+            assert torch.equal(matrices.numbers(), getattr(want, name)), name
+        assert stack.gate_up_bias is not None and want.gate_up_bias is not None
+        assert torch.equal(stack.gate_up_bias, want.gate_up_bias)
+    sizes = coded_item_sizes(open_source(made, spec, "safetensors", None)[0], spec)
+    assert set(sizes.values()) == {(4 + 16 / 32) / 8}
+    tables = 2 * 2 * 16 * 4  # the values of codes, for each matrix of a layer
+    kept = bytes_kept(spec, lambda name: sizes.get(name, 4))
+    assert kept + tables == weights_bytes(coded) < weights_bytes(numbers) // 2

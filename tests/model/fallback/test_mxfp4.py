@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from millrace import LLM, SamplingParams
+from millrace.kernels.layout.experts import CodedMatrices
 from millrace.model.checkpoint.tensor_shapes import open_source
 from millrace.model.decoder.experts import coded_item_sizes
 from millrace.model.decoder.memory_estimate import weights_bytes

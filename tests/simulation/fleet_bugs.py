@@ -12,7 +12,6 @@ from pytest import MonkeyPatch
 
 from millrace.runtime.channel import Channel
 from millrace.runtime.processes.frames import LinkError
-from millrace.runtime.processes.link import Link
 from millrace.stages.fleet.fleet_requests import FleetRequests
 from millrace.stages.fleet.merged_channel import CoreEnd, CoreTokens, MergedChannel
 from millrace.stages.fleet.resuming import Resuming
@@ -176,16 +175,7 @@ def silent_link_left_open() -> AbstractContextManager[None]:
     return changed(EngineClient, "leave", change)
 
 
-def silent_link_never_closed() -> AbstractContextManager[None]:
-    """A machine counts as lost when its link has been silent for long, and the link stays open."""
-
-    def change(lose: Any) -> Any:
-        return lambda self, error: self._on_lost(error)
-
-    return changed(Link, "_lose", change)
-
-
-MACHINE_BUGS: dict[str, Bug] = {bug.__name__: bug for bug in (silent_link_left_open, silent_link_never_closed)}
+MACHINE_BUGS: dict[str, Bug] = {silent_link_left_open.__name__: silent_link_left_open}
 FLEET_BUGS: dict[str, Bug] = {
     bug.__name__: bug
     for bug in (

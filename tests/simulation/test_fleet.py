@@ -31,6 +31,7 @@ FOUND_BY = {  # seeds that found the bug at the last search, tried first
     "resumed_from_the_start": (1,),
     "late_frame_taken": (1,),
     "link_open_while_requests_move": (6,),
+    "silent_link_left_open": (2,),
     "all_suspects_at_once": (9,),
     "noted_when_merged": (21,),
     "merged_by_core": (80,),

@@ -239,14 +239,14 @@ async def test_a_request_sent_again_through_another_front_gets_the_same_answer()
 async def test_of_equal_requests_with_a_key_one_is_made_whichever_fronts_get_them() -> None:
     async with pair(SLOW) as both:
         for stream in (False, True):
-            body = {"prompt": "a", "max_tokens": 20, "ignore_eos": True, "stream": stream}
+            body = {"prompt": "a", "max_tokens": 8, "ignore_eos": True, "stream": stream}
 
             async def post(front: int, key: str, body: Any = body, headers: Any = A) -> tuple[int, str | None, bytes]:
                 url, headers = both.fronts.urls[front] + "/v1/completions", headers | {"Idempotency-Key": key}
                 async with both.session.post(url, json=body, headers=headers) as answer:
                     return answer.status, answer.headers.get("Idempotent-Replayed"), await answer.read()
 
-            for key in (f"{number}-{stream}" for number in range(4)):
+            for key in (f"{number}-{stream}" for number in range(3)):
                 found = await asyncio.gather(*(post(front, key) for front in (0, 1, 1, 0)))
                 assert {status for status, _, _ in found} == {200} and len({data for _, _, data in found}) == 1
                 assert sorted(again or "" for _, again, _ in found) == ["", "true", "true", "true"]
@@ -255,14 +255,14 @@ async def test_of_equal_requests_with_a_key_one_is_made_whichever_fronts_get_the
                 for front in (0, 1):
                     assert (await post(front, key, body | {"max_tokens": 3}))[0] == 409
         kept = [len(server._kept_answers) for server in both.fronts.servers]
-        assert sum(kept) == 16 and min(kept) > 0
+        assert sum(kept) == 12 and min(kept) > 0
         assert (await post(0, "a b"))[0] == (await post(1, "\u00e9"))[0] == 400
 
 
 @on_loop
 async def test_a_stream_that_was_passed_on_is_made_to_its_end_without_its_client() -> None:
     async with pair(SLOW) as both:
-        body = {"prompt": "a", "max_tokens": 60, "ignore_eos": True, "stream": True}
+        body = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "stream": True}
         for number in range(4):
             front = number % 2  # one of two passes it on
             url, headers = both.fronts.urls[front] + "/v1/completions", A | {"Idempotency-Key": f"left-{number}"}

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from millrace.kernels.native.shape import NativeRecurrent
-from tests.kernels.native_oracle import Array, Checkpoint, round_to_bfloat16
+from tests.kernels.native_oracle import Checkpoint
+from tests.kernels.native_weights import Array, round_to_bfloat16
 
 
 def sigmoid(x: Array) -> Array:

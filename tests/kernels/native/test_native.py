@@ -20,7 +20,9 @@ from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType, Longs, Quantization
 from millrace.kernels.native.thread_throttle import ThreadThrottle
 from tests.counts import FULL
-from tests.kernels.native_oracle import SMALL, Checkpoint, Run, small_shape
+from tests.kernels.native_oracle import Checkpoint
+from tests.kernels.native_run import Run
+from tests.kernels.native_weights import SMALL, small_shape
 from tests.native_builds import best_and_plainest
 
 FOUND = machine.instruction_sets()

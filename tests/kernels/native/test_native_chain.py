@@ -13,7 +13,7 @@ from millrace.kernels.native.slot_step import NativeChooser
 from millrace.kernels.native.step_chain import StepChain
 from tests.kernels.draw_rows import draw_rows
 from tests.kernels.native.test_native_slots import NUM_SLOTS, PROMPTS, Slots
-from tests.kernels.native_oracle import Array
+from tests.kernels.native_weights import Array
 
 pytestmark = pytest.mark.skipif(
     not machine.instruction_sets() or build.find_compiler() is None, reason="no AVX2, or no C++ compiler"

@@ -17,7 +17,9 @@ from tests.kernels.native.test_native import AVAILABLE, MODELS, checkpoint, toke
 from tests.kernels.native.test_native_likeliest import Both
 from tests.kernels.native.test_native_shares import Still
 from tests.kernels.native.test_native_weights import resident_bytes
-from tests.kernels.native_oracle import Array, Checkpoint, Run
+from tests.kernels.native_oracle import Checkpoint
+from tests.kernels.native_run import Run
+from tests.kernels.native_weights import Array
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 

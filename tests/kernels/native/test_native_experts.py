@@ -20,7 +20,9 @@ from tests.counts import FULL
 from tests.kernels.layout.test_grouped_codes import random_codes
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, SETS, error, tokens
 from tests.kernels.native.test_native_grouped import FORMATS
-from tests.kernels.native_oracle import Array, Checkpoint, Run, routed, small_shape
+from tests.kernels.native_oracle import Checkpoint, routed
+from tests.kernels.native_run import Run
+from tests.kernels.native_weights import Array, small_shape
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 

@@ -17,7 +17,9 @@ from millrace.kernels.reference.grouped import fused, grouped_product
 from tests.counts import FULL
 from tests.kernels.layout.test_grouped_codes import random_codes
 from tests.kernels.native.test_native import AVAILABLE, SETS, error, tokens
-from tests.kernels.native_oracle import Checkpoint, Run, small_shape
+from tests.kernels.native_oracle import Checkpoint
+from tests.kernels.native_run import Run
+from tests.kernels.native_weights import small_shape
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 

@@ -14,7 +14,9 @@ from millrace.kernels.native.errors import UnsupportedModelError
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType, NativeHeads, NativeLatents, NativeQkNorm
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, SETS, error, tokens
-from tests.kernels.native_oracle import LATENT_NORM, Array, Checkpoint, Run
+from tests.kernels.native_oracle import Checkpoint
+from tests.kernels.native_run import Run
+from tests.kernels.native_weights import LATENT_NORM, Array
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 

@@ -20,7 +20,9 @@ from tests.counts import FULL
 from tests.kernels.draw_rows import draw_rows
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, SETS
 from tests.kernels.native.test_native_slots import Slots
-from tests.kernels.native_oracle import Array, Checkpoint, Run
+from tests.kernels.native_oracle import Checkpoint
+from tests.kernels.native_run import Run
+from tests.kernels.native_weights import Array
 
 pytestmark = pytest.mark.skipif(
     not machine.instruction_sets() or build.find_compiler() is None, reason="no AVX2, or no C++ compiler"

@@ -16,7 +16,8 @@ from millrace.kernels.native.errors import NonFiniteError
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType, Quantization
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, MODELS, SETS, error, tokens
-from tests.kernels.native_oracle import Checkpoint, Run, in_int8
+from tests.kernels.native_oracle import Checkpoint, in_int8
+from tests.kernels.native_run import Run
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 

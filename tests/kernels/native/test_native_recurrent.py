@@ -14,7 +14,8 @@ from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType, NativeNorm, NativeQkNorm, NativeRecurrent
 from tests.counts import FULL
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, SETS, error, tokens
-from tests.kernels.native_oracle import Array, Run, state_of
+from tests.kernels.native_run import Run, state_of
+from tests.kernels.native_weights import Array
 from tests.kernels.recurrent_oracle import RecurrentCheckpoint
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")

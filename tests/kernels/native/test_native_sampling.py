@@ -14,7 +14,8 @@ from millrace.kernels.native.slot_step import NativeChooser
 from millrace.stages.sample.logit_edits import allow_only
 from millrace.stages.sample.sampling_math import uniform
 from tests.kernels.draw_rows import draw_rows, kept_weights
-from tests.kernels.native_oracle import Array, Checkpoint
+from tests.kernels.native_oracle import Checkpoint
+from tests.kernels.native_weights import Array
 
 pytestmark = pytest.mark.skipif(
     not machine.instruction_sets() or build.find_compiler() is None, reason="no AVX2, or no C++ compiler"

@@ -11,7 +11,8 @@ import pytest
 from millrace.kernels.native import build
 from tests.counts import count, first_seed
 from tests.kernels.native.test_native import AVAILABLE, SETS, error, tokens
-from tests.kernels.native_oracle import Checkpoint, Run
+from tests.kernels.native_oracle import Checkpoint
+from tests.kernels.native_run import Run
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 

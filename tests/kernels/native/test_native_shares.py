@@ -17,7 +17,9 @@ from millrace.kernels.native.shape import DType, Ints, Longs
 from millrace.kernels.native.thread_throttle import ThreadThrottle
 from tests.counts import FULL
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, SETS, tokens
-from tests.kernels.native_oracle import Array, Checkpoint, Run
+from tests.kernels.native_oracle import Checkpoint
+from tests.kernels.native_run import Run
+from tests.kernels.native_weights import Array
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 

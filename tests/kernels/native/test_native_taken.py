@@ -18,7 +18,7 @@ from millrace.kernels.native.page_preallocation import (
     take_pages,
 )
 from tests.kernels.native.test_native_weights import resident_bytes
-from tests.kernels.native_oracle import small_shape
+from tests.kernels.native_weights import small_shape
 
 MIB = 1 << 20
 HAS_CALL = take_pages(np.zeros(1 << 14, np.uint8).ctypes.data // 4096 * 4096, 4096)

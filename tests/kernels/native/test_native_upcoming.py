@@ -16,7 +16,9 @@ from millrace.kernels.native import build, machine
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, SETS
-from tests.kernels.native_oracle import Array, Checkpoint, Run
+from tests.kernels.native_oracle import Checkpoint
+from tests.kernels.native_run import Run
+from tests.kernels.native_weights import Array
 
 pytestmark = pytest.mark.skipif(
     not machine.instruction_sets() or build.find_compiler() is None, reason="no AVX2, or no C++ compiler"

@@ -18,7 +18,9 @@ from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import Quantization
 from tests.kernels.native.test_native import AVAILABLE, DTYPES, MODELS, SETS, checkpoint, load, tokens
 from tests.kernels.native.test_native_likeliest import LARGE
-from tests.kernels.native_oracle import Checkpoint, Run, small_shape
+from tests.kernels.native_oracle import Checkpoint
+from tests.kernels.native_run import Run
+from tests.kernels.native_weights import small_shape
 
 pytestmark = pytest.mark.skipif(not AVAILABLE or build.find_compiler() is None, reason="no AVX2, or no C++ compiler")
 

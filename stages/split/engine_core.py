@@ -148,8 +148,7 @@ class EngineCore:
             start_host=self._start_host,
         )
         first_step = self.last_step + STEPS_APART if first_step is None else first_step
-        files = None if is_elsewhere else self._model_files  # elsewhere the model may be another one after a restart
-        made = (config, logs.settings(), first_step, files, self._cpus, is_elsewhere, self.prefix_key)
+        made = (config, logs.settings(), first_step, self._model_files, self._cpus, is_elsewhere, self.prefix_key)
         setup = Setup(*made)
         ready = await client.start(setup, self.files)
         before, self.ready = self.ready, ready
@@ -158,7 +157,8 @@ class EngineCore:
         self.model_digest = digest_of(ready) if is_elsewhere else ""
         self.has_come_back = before is not None and ready.instance == before.instance != ""
         if self._model_files is None:
-            self._model_files = ready.files
+            if not ready.instance:  # else it lives on by itself, and its front compares it with the others
+                self._model_files = ready.files
             self._start_limit_s = max(MIN_START_S, START_FACTOR * (env.now() - began_s))
         log.info("engine_process.ready", pid=client.pid, engine=self.index)
         return ready

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -161,12 +161,14 @@ def test_an_engine_has_come_back_only_if_it_is_the_one_that_served(monkeypatch: 
         """Of the engine `instance`."""
 
         pid, instance = 0, "a"
+        due: ClassVar[list[Any]] = []  # files that each start had to load
 
         def __init__(self, *args: Any, **options: Any) -> None:
             """Takes all."""
 
         async def start(self, setup: Any, files: Any) -> Any:
-            return SimpleNamespace(instance=Client.instance, files={}, labels={})
+            Client.due.append(setup.files)
+            return SimpleNamespace(instance=Client.instance, files={"a": "b"}, labels={})
 
         def kill(self) -> None:
             """Does nothing."""
@@ -191,6 +193,11 @@ def test_an_engine_has_come_back_only_if_it_is_the_one_that_served(monkeypatch: 
             await core.start_again(EngineConfig(), fails)
         await core.start_again(EngineConfig(), prepared)
         assert not core.has_come_back
+        assert Client.due == [None] * 4, "an engine that lives by itself is compared with the others instead"
+        Client.instance = ""
+        for _ in range(2):
+            await core.start_again(EngineConfig(), prepared)
+        assert Client.due[4:] == [None, {"a": "b"}]
 
     monkeypatch.setattr(engine_core, "EngineClient", Client)
     monkeypatch.setattr(engine_core, "digest_of", lambda ready: "")

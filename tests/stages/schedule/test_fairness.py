@@ -21,8 +21,8 @@ from millrace.stages.messages import StepGrant
 from millrace.stages.schedule.policy import Policy
 from millrace.stages.testing.scripted.engine import Script, ScriptedEngine, scripted_engine
 
-CONTEXT, BLOCK_SIZE, SLOTS, BUDGET = 512, 16, 8, 64  # BUDGET: tokens of a step
-LONG = CONTEXT * 9 // 10  # tokens of a prompt
+CONTEXT, BLOCK_SIZE, SLOTS, BUDGET = 256, 16, 8, 32  # BUDGET: tokens of a step
+LONG = CONTEXT * 17 // 20  # tokens of a prompt
 MOST_OVERTAKING = 50  # admissions
 MOST_SLOWDOWN = 2.0  # of a running request's largest gap
 

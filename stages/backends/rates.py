@@ -22,7 +22,7 @@ def measure_rates(
     """Measures seconds per copied block and per prompt token, each the best of some runs."""
     token_s = measure_token_s(runner, config, max_model_len, clock)
     prompt = _rate_grant(config, max_model_len)
-    num_copied = min(len(prompt.table_blocks), num_host_blocks)
+    num_copied = min(len(prompt.table_blocks), num_host_blocks, runner.cache.blocks_of_kinds[0])
     blocks = np.arange(num_copied, dtype=np.int32)
     copies = tuple(BlockCopy(direction, blocks, blocks) for direction in (Direction.OUT, Direction.IN))
     nothing = replace(prompts_grant([], config.block_size), copies=copies)
@@ -42,7 +42,7 @@ def _rate_grant(config: EngineConfig, max_model_len: int) -> StepGrant:
 def with_tables(runner: ModelRunner, grant: StepGrant) -> StepGrant:
     """The grant with the same blocks of all kinds, as far as there are such: their memory may be the same."""
     counts = runner.cache.blocks_of_kinds if len(grant.table_blocks) else ()
-    if len(counts) < 2:
+    if len(counts) < 2 and not (counts and len(grant.table_blocks) > counts[0]):  # windows may have few
         return grant
     entries = (grant.table_slots, grant.table_places)
     more = (TableEntries(kind, *entries, grant.table_blocks % counts[kind]) for kind in range(1, len(counts)))

@@ -15,6 +15,7 @@ import pytest
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.errors import ModelError
 from millrace.model.fallback.transformers_decoder import TransformersDecoder
+from millrace.model.families.registry import read_spec
 from millrace.stages import LLM, EngineConfig, SamplingParams
 from millrace.stages.backends.native.runner import NativeRunner
 from millrace.stages.errors import ConfigError
@@ -71,6 +72,7 @@ def _was_swapped(llm: LLM, outputs: Sequence[Any]) -> str:
 NO_CACHE: dict[str, Any] = {"enable_prefix_caching": False}
 FORKS_FEW = {"num_gpu_blocks": -(-LONGEST // BLOCK_SIZE) + 10}
 FEW = {**NO_CACHE, **FORKS_FEW}
+FEW_OF_WINDOWS = 12  # the same where all layers have windows, of which a sequence holds few blocks
 WAYS: Mapping[str, Way] = {
     "plain": Way({**NO_CACHE, "speculation": "off", "max_num_seqs": 1}),
     "chunked": Way({**NO_CACHE, "max_num_batched_tokens": 16, "max_num_seqs": 8}),
@@ -108,7 +110,12 @@ def run_way(entry: Entry, name: str, backend: str) -> Outcome:
     except KeyError as error:
         return Outcome("refused", f"there is no setting {error.args[0]}")
     try:
-        llm = LLM(str(entry.folder), **{**common, **sizes, **settings, **way.settings})
+        few = (
+            {"num_gpu_blocks": FEW_OF_WINDOWS}
+            if "num_gpu_blocks" in way.settings and _frees_all(entry, backend)
+            else {}
+        )
+        llm = LLM(str(entry.folder), **{**common, **sizes, **settings, **way.settings, **few})
     except (ModelError, ConfigError) as error:
         return Outcome("refused", str(error).replace(str(entry.folder), "FOLDER"))
     except Exception as error:
@@ -118,6 +125,12 @@ def run_way(entry: Entry, name: str, backend: str) -> Outcome:
             return _compare_searches(llm, way, entry) if way.is_search else _compare(llm, way, entry.answers)
         except Exception as error:
             return Outcome("failed", repr(error))
+
+
+def _frees_all(entry: Entry, backend: str) -> bool:
+    """Whether all layers have windows, which free what they pass unless transformers computes them."""
+    windows = [] if backend == "transformers" else [each.window for each in read_spec(entry.folder).attentions]
+    return bool(windows) and all(window is not None and window < LONGEST for window in windows)
 
 
 def _compare(llm: LLM, way: Way, answers: Sequence[Answer]) -> Outcome:

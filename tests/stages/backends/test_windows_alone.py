@@ -67,3 +67,9 @@ def test_a_prompt_is_found_again_by_windows_that_have_passed_its_beginning(mistr
         first, again = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
     answers = [list(choice.token_ids) for output in (first, again) for choice in output.outputs]
     assert again.num_cached_tokens >= 128 and answers[1:] == answers[:-1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_engine_starts_with_fewer_blocks_than_its_trial_prompt_has(mistral: Path, backend: str) -> None:
+    found, _ = run(mistral, backend, num_gpu_blocks=3)  # of 16 tokens; the trial has 64
+    assert [len(tokens) for tokens in found] == [14, 14, 14]

@@ -28,12 +28,12 @@ def latent_prologue_kernel(
     sines = tl.load(sin + position * sin_row + pair, mask=is_pair, other=0.0)
     if program < tl.num_programs(1) - 1:
         head = program * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-        is_pair = is_pair & (head < num_heads)
+        is_number = is_pair & (head < num_heads)  # of another shape than `is_pair`, and so of another name
         source = q + token * q_row + head * q_head + plain + pair
-        first, second = turned(source, is_pair, cosines, sines, HALF)
-        place = absorbed + token * absorbed_row + head * absorbed_head + R + pair
-        tl.store(place, first, mask=is_pair)
-        tl.store(place + HALF, second, mask=is_pair)
+        first, second = turned(source, is_number, cosines, sines, HALF)
+        rest = absorbed + token * absorbed_row + head * absorbed_head + R + pair
+        tl.store(rest, first, mask=is_number)
+        tl.store(rest + HALF, second, mask=is_number)
     else:
         slot = tl.load(slot_mapping + token)
         if slot >= 0:

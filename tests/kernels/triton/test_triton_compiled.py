@@ -16,7 +16,9 @@ from millrace.kernels.checks import compile_cases, compile_check
 from millrace.kernels.checks.compile_cases import CompileCase
 from millrace.kernels.checks.compile_check import CompileReport
 from millrace.kernels.checks.expert_cases import expert_cases
+from millrace.kernels.checks.latent_cases import latent_cases
 from millrace.kernels.checks.listings import spills_in_loops, waits_in_loops
+from millrace.kernels.checks.recurrent_cases import recurrent_cases
 from millrace.kernels.layout.attention_tilings import REGISTERS, Tiling
 from millrace.kernels.triton import attention_plan
 from millrace.kernels.triton import launch as triton_launch
@@ -29,6 +31,12 @@ pytestmark = [
 
 BF16 = torch.bfloat16
 GROUPS = compile_cases.group_cases(128)
+OTHER_KINDS = [  # of layers: heads of 512, latents, recurrence in chunks, experts in codes
+    *compile_cases.attention_cases(512, BF16)[:2],
+    *latent_cases(BF16),
+    *recurrent_cases(BF16),
+    *(case for case in expert_cases(BF16) if "in codes" in case.name),
+]
 CASES = [
     *((90, case) for case in compile_cases.layer_cases(BF16)),
     *((90, case) for case in compile_cases.other_layer_cases(BF16)[:3]),
@@ -43,6 +51,8 @@ CASES = [
     *((80, case) for case in compile_cases.attention_cases(128, BF16)[:2]),
     *((arch, compile_cases.attention_cases(dim, BF16)[0]) for arch, dim in ((90, 24), (80, 120))),  # no multiples of 16
     *((90, case) for case in expert_cases(BF16, ["OLMoE"], (1, 64, 2048))[: count(1, 4)]),
+    *((90, case) for case in OTHER_KINDS if FULL or "prologue DeepSeek" in case.name),
+    *((80, case) for case in OTHER_KINDS if FULL),
     *((90, case) for case in (GROUPS if FULL else [*GROUPS[:2], *GROUPS[6:10]])),  # each, over either type of cache
 ]
 

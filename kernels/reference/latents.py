@@ -5,7 +5,7 @@ rotated and all heads share it, and the value V_h c. Its query (a, b) scores a .
 What it sees, a sum of values by probability, is V_h times the same sum of latents. So queries take K_h in, and outputs
 V_h. The attention between them is that of one key/value head (c, r) of R + E numbers, whose first R are its value.
 
-`LatentKernels` in `kernels/kernel_set.py` says what the functions take, and what the letters are.
+`LatentKernels` in `kernels/layer_kernels.py` says what the functions take, and what the letters are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sampling kernels in plain PyTorch: `SamplingKernels` on a CPU, and the oracle of the Triton kernels.
 
-The protocol in `kernels/kernel_set.py` says what each kernel takes and returns. The twins are in `kernels/triton`:
+`kernels/sampling_kernels.py` says what each kernel takes and returns. The twins are in `kernels/triton`:
 `sampling.py` (choose, choose_truncated), `thresholds.py`, `token_scores.py` (score), `logit_edits.py` (edit,
 count_tokens).
 

@@ -42,24 +42,24 @@ def inputs_kernel(
         else:
             tl.store(k + place, one, mask=is_key)
             tl.store(q + place, other, mask=is_key)
-    else:
+    else:  # names are not those above: their shapes differ
         head = program - groups
-        i = tl.arange(0, BLOCK_V)
-        is_value = i < VALUES
-        first = row + head * VALUES + i
+        j = tl.arange(0, BLOCK_V)
+        is_value = j < VALUES
+        source = row + head * VALUES + j
         if IS_DELTA:
-            first += 2 * keys
-        value = silu(tl.load(first, mask=is_value, other=0.0))
+            source += 2 * keys
+        value = silu(tl.load(source, mask=is_value, other=0.0))
         size = softplus(tl.load(step + token * step_row + head).to(tl.float32) + tl.load(step_bias + head))
-        place = (token * heads + head) * VALUES + i
+        target = (token * heads + head) * VALUES + j
         if IS_DELTA:
             turn = tl.load(rate + token * rate_row + head).to(tl.float32)
             tl.store(beta + token * heads + head, 1.0 / (1.0 + tl.exp(-turn)))
-            tl.store(v + place, value, mask=is_value)
+            tl.store(v + target, value, mask=is_value)
         else:
             size = tl.minimum(tl.maximum(size, low), high)
-            tl.store(x + place, value, mask=is_value)
-            tl.store(v + place, value * size, mask=is_value)
+            tl.store(x + target, value, mask=is_value)
+            tl.store(v + target, value * size, mask=is_value)
         tl.store(log_decay + token * heads + head, tl.load(decay + head) * size)
 
 

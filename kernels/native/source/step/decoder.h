@@ -466,8 +466,8 @@ class Step {
             if (layer.shape.is_parallel) run_output();
             return;
         }
-        if (layer.shape.is_parallel) run_gate_up();  // before the residual changes
         if (!layer.has_network()) return run_output();
+        if (layer.shape.is_parallel) run_gate_up();  // before the residual changes
         const Norm* post_feed = layer.shape.post_feed.kind == NO_NORM ? nullptr : &layer.post_feed;
         run_output();
         if (!layer.shape.is_parallel) run_gate_up();

@@ -49,7 +49,7 @@ class StepChain {
         std::array<int64_t, NUM_THREAD_TIMES> thread_times;  // when the step was over
         Error error = FINE;
     };
-    static constexpr int64_t MAX_IN_FLIGHT = 4;  // queued, or over and not waited for: as many as engines have in flight
+    static constexpr int64_t MAX_IN_FLIGHT = 4;  // queued, or over and not waited for; an engine may have more planned
 
     ChainedStep& step(int64_t number) { return steps_[number % MAX_IN_FLIGHT]; }
     void fill(ChainedStep* step, int64_t number, const DecodeSlots& decode_slots, const SlotSampling& sampling,

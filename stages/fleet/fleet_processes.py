@@ -377,14 +377,15 @@ class FleetProcesses:
         return find_stall(pipeline, timeout_s, status)
 
     def may_leave(self, core: EngineCore) -> bool:
-        """If it lives on without its link, has requests, and another one is heard that takes them.
+        """If it lives on without its link, has requests, and another one with its model is heard that takes them.
 
         A suspect on trial there stays until the link counts as lost: it may have been all that stopped the process, and
         would end as the cause sooner. If all are silent at once, the network here may be at fault.
         """
         if not self.hosts.outlive_links or self.table.is_idle(core.index) or self.table.is_trying(core.index):
             return False
-        return any(one is not core and one.is_heard for one in self._set.serving())
+        others = (one for one in self._set.serving() if one is not core and one.model_digest == core.model_digest)
+        return any(one.is_heard for one in others)
 
     # -- state
 

@@ -118,13 +118,14 @@ async def test_no_link_is_closed_while_all_engines_are_silent(machines: Scripted
         ({"is_idle": True}, False),  # nothing waits for it
         ({"is_trying": True}, False),  # a suspect would end as the cause of two deaths
         ({"is_heard": False}, False),
+        ({"model_digest": "other"}, False),  # answers go on with the model that began them
     ],
 )
-def test_a_link_is_closed_only_where_that_helps_and_blames_no_suspect(
-    changes: dict[str, bool], may_leave: bool
-) -> None:
-    facts = {"outlive_links": True, "is_idle": False, "is_trying": False, "is_heard": True} | changes
-    silent, other = SimpleNamespace(index=0, is_heard=True), SimpleNamespace(index=1, is_heard=facts["is_heard"])
+def test_a_link_is_closed_only_where_that_helps_and_blames_no_suspect(changes: dict[str, Any], may_leave: bool) -> None:
+    facts = {"outlive_links": True, "is_idle": False, "is_trying": False, "is_heard": True, "model_digest": "own"}
+    facts |= changes
+    silent = SimpleNamespace(index=0, is_heard=True, model_digest="own")
+    other = SimpleNamespace(index=1, is_heard=facts["is_heard"], model_digest=facts["model_digest"])
     table = SimpleNamespace(is_idle=lambda core: facts["is_idle"], is_trying=lambda core: facts["is_trying"])
     fleet: Any = SimpleNamespace(
         hosts=SimpleNamespace(outlive_links=facts["outlive_links"]),

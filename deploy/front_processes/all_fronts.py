@@ -86,20 +86,19 @@ class AllFronts:
             handler = _through(made, handler)
         if is_of_a_front(request):
             return await handler(request)
-        models, group = self._fronts.models, self._fronts.numbers
+        models, group, name = self._fronts.models, self._fronts.numbers, None
         if models.has_several and is_for_a_model(request, path):
             name = await model_in(request, self._fronts.config)
             group = models.group_of(name)
-            if self._fronts.number not in group:
-                group = models.ready(group, name)
         key = request.headers.get(KEY_HEADER, "")
         if KEY.fullmatch(key) and request.match_info.handler in self._keeping:
-            keeper = self._fronts.keeper_of(request[OWNER], key, group)
+            keeper = self._fronts.keeper_of(request[OWNER], key, group)  # also one that is away
             if keeper == self._fronts.number:
                 return await handler(request)
             await read_ahead(request, self._fronts.config)  # within the limits of size and time
             return await self._fronts.pass_on(request, keeper)
         if self._fronts.number not in group:
+            group = models.ready(group, name)
             return await self._fronts.pass_on(request, group[self._turn(len(group))])
         if path.startswith(RESPONSES):
             owner = self._fronts.owner_of(request.match_info["id"].removeprefix("resp_"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,10 +58,17 @@ class LocalFronts:
 
     servers: Sequence[Server]
     metrics: KeptMetrics
+    states: Sequence[FrontState]
+    ends: Mapping[int, SupervisorEnd]
 
     @property
     def urls(self) -> list[str]:
         return [server.url for server in self.servers]
+
+    def tell(self, states: Sequence[FrontState]) -> None:
+        """The supervisor says how the fronts are."""
+        for end in self.ends.values():
+            end.post(FleetStates(states, has_engines=True))
 
 
 @asynccontextmanager
@@ -96,6 +103,6 @@ async def local_fronts(
             member.has_started = True
             member.link.setup.set_result(None)  # all later words are no setup
             servers.append(server)
-        for end in ends.values():
-            end.post(FleetStates(states, has_engines=True))
-        yield LocalFronts(servers, metrics)
+        fronts_of_all = LocalFronts(servers, metrics, states, ends)
+        fronts_of_all.tell(states)
+        yield fronts_of_all

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +115,28 @@ async def test_responses_keys_and_pages_are_those_of_the_model_that_has_them() -
             if sample.name == "vllm:generation_tokens_total"
         }
         assert labels == {"small": 0.0, "org/large": 12.0}
+
+
+@on_loop
+async def test_a_key_has_one_keeper_among_the_fronts_of_its_model_also_while_one_is_away() -> None:
+    names = ["small", "org/large", "org/large"]
+    async with AsyncExitStack() as stack, aiohttp.ClientSession() as http:
+        engines = [await stack.enter_async_context(ScriptedEngine(SMALL, SCRIPTS[name])) for name in names]
+        fronts = await stack.enter_async_context(local_fronts(engines, CONFIG, models=names))
+        client = Client(fronts.urls, http)
+
+        async def ids(front: int) -> list[str]:
+            body = BODY | {"model": "org/large", "max_tokens": 1}
+            keys = [f"key-{number}" for number in range(8)]
+            answers = [await client.ask(front, "/v1/completions", body, **{"Idempotency-Key": key}) for key in keys]
+            return [answer["id"] for _, answer in answers]
+
+        first = await ids(1)
+        for away in (1, 2):
+            fronts.tell([replace(one, state="loading" if one.number == away else "ready") for one in fronts.states])
+            while (await client.ask(0, "/health"))[1]["fronts"][away]["state"] != "loading":  # noqa: ASYNC110
+                pass
+            assert await ids(0) == first
 
 
 @on_loop

@@ -54,12 +54,7 @@ class FleetKey:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             secret = file.read(MAX_KEY_BYTES + 1)
-        if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ValueError(
-                f"{path}: others can write to this fleet key (mode {mode & 0o777:o}); try `chmod 600 {path}`"
-            )
-        if stat.S_ISREG(mode) and mode & stat.S_IROTH:
-            log.warning("link.key_readable", path=str(path), mode=f"{mode & 0o777:o}")
+        check_secret(path, mode, "fleet key")
         try:
             return cls(secret)
         except ValueError as error:
@@ -71,6 +66,14 @@ class FleetKey:
 
     def __repr__(self) -> str:
         return "FleetKey(...)"
+
+
+def check_secret(path: Path, mode: int, kind: str) -> None:
+    """Raises ValueError if others can write to the file of a secret. That others can read it is logged."""
+    if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(f"{path}: others can write to this {kind} (mode {mode & 0o777:o}); try `chmod 600 {path}`")
+    if stat.S_ISREG(mode) and mode & stat.S_IROTH:
+        log.warning("link.key_readable", path=str(path), mode=f"{mode & 0o777:o}")
 
 
 def hkdf(secret: bytes, salt: bytes, info: bytes, num_bytes: int) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..env.log import get_logger
-from .auth import AuthError, Role
+from .auth import AuthError, Role, check_secret
 
 FileRole = Literal["cert", "key", "ca"]
 
@@ -119,13 +119,17 @@ def _context(files: TlsFiles, role: Role) -> ssl.SSLContext:
     own, other = _unchecked(files, role), _unchecked(files, "listener" if role == "dialer" else "dialer")
     other.verify_mode = ssl.CERT_REQUIRED
     try:
+        check_secret(files.key, os.stat(files.key).st_mode, "private key")
+    except (ValueError, OSError) as error:  # it was readable just now
+        raise CertificateError("key", str(error)) from None
+    try:
         _meet(own, other, role)
     except ssl.SSLCertVerificationError as error:
         raise CertificateError("cert", f"{files.cert}: {_what_to_change(error, files, role)}") from None
     except ssl.SSLError as error:
         raise CertificateError("cert", f"{files.cert}: {_words(error)}; issue it anew") from None
     own.verify_mode = ssl.CERT_REQUIRED
-    own.check_hostname = role == "dialer"
+    own.check_hostname, own.hostname_checks_common_name = role == "dialer", False
     return own
 
 

@@ -109,6 +109,7 @@ def make_certificates(folder: Path) -> None:
     authority, files = trustme.CA(key_type=trustme.KeyType.ECDSA), files_in(folder)
     issued = authority.issue_cert("localhost", key_type=trustme.KeyType.ECDSA)
     issued.cert_chain_pems[0].write_to_path(files.cert)
+    files.key.touch(0o600)
     issued.private_key_pem.write_to_path(files.key)
     authority.cert_pem.write_to_path(files.ca)
 

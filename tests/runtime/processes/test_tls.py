@@ -44,6 +44,7 @@ def issue(authority: trustme.CA, folder: Path, name: str = "127.0.0.1", **option
     files = TlsFiles(folder / "cert.pem", folder / "key.pem", folder / "ca.pem")
     issued = authority.issue_cert(name, key_type=trustme.KeyType.ECDSA, **options)
     files.cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    files.key.touch(0o600)
     issued.private_key_pem.write_to_path(files.key)
     authority.cert_pem.write_to_path(files.ca)
     return files
@@ -259,6 +260,21 @@ def test_a_listener_must_have_the_name_that_is_dialed(authority, tmp_path) -> No
 
 
 @pytest.mark.security
+def test_a_common_name_is_no_name_of_a_listener(authority, tmp_path) -> None:
+    files = issue(authority, tmp_path)
+    issued = authority.issue_cert(common_name="engine", key_type=trustme.KeyType.ECDSA)
+    files.cert.write_bytes(issued.cert_chain_pems[0].bytes())
+    issued.private_key_pem.write_to_path(files.key)
+
+    async def test(core: TlsCore) -> None:
+        with pytest.raises(TlsError, match="issue one with this name as subjectAltName"):
+            await ask(core, FleetTls(files, "dialer"), name="engine")
+        await refusals(core, 1)
+
+    with_core(test, FleetTls(files, "listener"))
+
+
+@pytest.mark.security
 @pytest.mark.parametrize("key", [KEY, None])
 def test_ends_with_and_without_tls_say_so(authority, tmp_path, key) -> None:
     files = issue(authority, tmp_path)
@@ -376,6 +392,8 @@ def _spoil(files: TlsFiles, how: str, other: TlsFiles) -> TlsFiles:
             files.cert.unlink()
         case "text":
             files.cert.write_text("hello")
+        case "open key":
+            files.key.chmod(0o660)
         case "key":
             return TlsFiles(files.cert, other.key, files.ca)
         case "no ca":
@@ -391,6 +409,7 @@ def _spoil(files: TlsFiles, how: str, other: TlsFiles) -> TlsFiles:
     [
         ("none", "cert", "No such file or directory; make it"),
         ("text", "cert", "must be PEM"),
+        ("open key", "key", r"others can write to this private key \(mode 660\); try `chmod 600"),
         ("key", "cert", "key values mismatch; both must be PEM, and the key that of the certificate"),
         ("no ca", "ca", "must be certificates of authorities in PEM"),
         ("ca", "cert", "it is from no authority in"),
@@ -403,3 +422,13 @@ def test_what_is_wrong_with_a_file_is_said_at_the_start(
     with pytest.raises(CertificateError, match=said) as caught:
         FleetTls(files, role)
     assert caught.value.file == file and str(caught.value).startswith(str(getattr(files, file)))
+
+
+def test_a_private_key_that_others_can_read_is_logged_once(authority, tmp_path) -> None:
+    files = issue(authority, tmp_path)
+    with captured_logs() as events:
+        for mode in (0o600, 0o440, 0o644):
+            files.key.chmod(mode)
+            FleetTls(files, "dialer")
+    told = [(event["event"], event["path"], event["mode"]) for event in events]
+    assert told == [("link.key_readable", str(files.key), "644")]

@@ -226,7 +226,7 @@ def test_streams_of_two_fronts_on_one_port_go_on_when_an_engine_is_killed(key: P
         with route(key, a, b, num_fronts=2) as server, ThreadPoolExecutor(16) as pool:
             due = list(pool.map(lambda number: text_of(server, number, 400), range(8)))
             asked = [pool.submit(text_of, server, number, 400) for number in range(16)]
-            until(lambda: all(json.loads(one.page("/health")[1])["requests"] > 3 for one in (a, b)))
+            until(lambda: json.loads(a.page("/health")[1])["requests"] > 0)
             a.process.kill()
             assert [one.result() for one in asked] == due * 2
 

@@ -98,7 +98,8 @@ def compile_library(instruction_set: str, target: Path) -> None:
         objects, commands = [], []
         for source in _units():
             objects.append(f"{folder}/{source.stem}.o")
-            own = [*(more if source.stem == BYTE_DOTS[0] else []), "-include", str(headers)]
+            # NOTE: clang refuses headers that were read with other flags.
+            own = more if source.stem == BYTE_DOTS[0] and more else ["-include", str(headers)]
             commands.append([compiler, *flags, *own, "-c", str(source), "-o", objects[-1]])
         _run_all(commands)
         whole = Path(folder) / target.name

@@ -45,7 +45,8 @@ NO_FACTOR = 1e20  # a frequency that is divided by more does not turn
 def deepseek2(keys: Keys, rope: Config) -> Config:
     """V3 if experts are chosen by sigmoids, else V2. `rope`: the rotation of `architectures.rope_of`.
 
-    Of a file with both ranks of latents the heads of keys and values are counted as one.
+    Of a file with both ranks of latents the heads of keys and values are counted as one. Older files do not say how
+    experts are chosen; V3 alone has a bias for it.
     """
     rotated = keys.need("rope.dimension_count")
     key = keys.get("attention.key_length_mla") or keys.need("attention.key_length")
@@ -69,7 +70,8 @@ def deepseek2(keys: Keys, rope: Config) -> Config:
         "n_group": keys.get("expert_group_count", 1) or 1,
         "topk_group": keys.get("expert_group_used_count", 1) or 1,
     }
-    if keys.get("expert_gating_func", 1) == 2:
+    has_bias = any(".exp_probs_b" in name for name in keys.tensors)
+    if keys.get("expert_gating_func", 2 if has_bias else 1) == 2:
         return {**config, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     return {**config, "topk_method": "group_limited_greedy" if config["n_group"] > 1 else "greedy"}
 
@@ -121,8 +123,9 @@ def gemma4(keys: Keys) -> Config:
 
 def _stopped(keys: Keys) -> Config:
     """The rotation without a window, of which a part stands still."""
-    factors = keys.factors.get("rope_freqs")
-    share = 1.0 if factors is None else float((factors < NO_FACTOR).mean())
+    if (factors := keys.factors.get("rope_freqs")) is None:
+        raise ValueError("tensor rope_freqs.weight is missing, which says what part of a head rotates")
+    share = float((factors < NO_FACTOR).mean())
     theta = keys.number("rope.freq_base", 1e6)
     return {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": share}
 

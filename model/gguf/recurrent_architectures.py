@@ -186,6 +186,8 @@ def tiled_values(keys: Keys) -> Mapping[str, Order]:
     num_keys, num_values = found["linear_num_key_heads"], found["linear_num_value_heads"]
     if num_keys < 1 or num_values % num_keys:
         raise ValueError(f"{keys.name}.ssm.group_count = {num_keys}: must divide ssm.time_step_rank = {num_values}")
+    if num_values == num_keys:
+        return {}
     heads = np.arange(num_values).reshape(-1, num_keys).T.reshape(-1)
     size, before = found["linear_value_head_dim"], 2 * num_keys * found["linear_key_head_dim"]
     values = (heads[:, None] * size + np.arange(size)).reshape(-1)

@@ -24,6 +24,10 @@ REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = WORDS + r"|\p{N}{1,3}" + REST
 QWEN2 = WORDS + r"|\p{N}" + REST
+QWEN35 = (  # marks belong to letters
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 TEKKEN = (
@@ -53,6 +57,7 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), (LLAMA3,)),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "grok-2"), (QWEN2,)),
+    **dict.fromkeys(("qwen35",), (QWEN35,)),
     **dict.fromkeys(("tekken",), (TEKKEN,)),
     **dict.fromkeys(("gpt-4o", "llama4"), (GPT4O,)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),

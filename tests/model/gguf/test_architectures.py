@@ -8,11 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="not installed: gguf")
+gguf = pytest.importorskip("gguf", reason="not installed: gguf")
 
 from millrace.model.checkpoint.hub import resolve  # noqa: E402
 from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source  # noqa: E402
+from millrace.model.errors import CheckpointError  # noqa: E402
 from millrace.model.families.registry import read_spec  # noqa: E402
+from millrace.model.gguf import folder as folders  # noqa: E402
+from millrace.model.gguf.keys import Keys  # noqa: E402
+from millrace.model.gguf.recurrent_architectures import tiled_values  # noqa: E402
 from millrace.model.grouped_matrix import GroupedMatrix  # noqa: E402
 from tests.model.gguf import made_files, made_latents, made_recurrent  # noqa: E402
 from tests.model.gguf.made_files import MADE, write_gguf  # noqa: E402
@@ -77,3 +81,30 @@ def test_layers_that_guess_further_tokens_are_not_read(tmp_path: Path, monkeypat
     stand_in = resolve(str(file))
     source, spec = open_source(stand_in, read_spec(stand_in), "auto")
     assert spec.num_layers == 2 and source.array("model.layers.1.mlp.experts.3.up_proj.weight").shape == (16, 32)
+
+
+def test_experts_with_a_bias_of_choice_are_chosen_by_sigmoids_if_a_file_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf.GGUFWriter, "add_expert_gating_func", lambda *_: None)
+    for name in ("deepseek2", "deepseek2-v3"):
+        (tmp_path / name).mkdir()
+        folder, file = WRITERS[name](name, tmp_path / name)
+        spec = read_spec(folder)
+        assert replace(read_spec(resolve(str(file))), dtype=spec.dtype) == spec
+
+
+def test_gemma_4_without_the_factors_of_its_rotation_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, file = WRITERS["gemma4"]("gemma4", tmp_path)
+    monkeypatch.setattr(folders, "FACTOR_TENSORS", ())
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is missing, which says what part of a head rotates"):
+        resolve(str(file))
+
+
+def test_heads_of_values_lie_as_in_the_checkpoint_if_there_are_no_more_than_of_keys() -> None:
+    sizes = {"time_step_rank": 4, "inner_size": 48, "group_count": 4, "state_size": 8, "conv_kernel": 4}
+    metadata = {f"qwen35.ssm.{key}": size for key, size in sizes.items()}
+    assert not tiled_values(Keys(metadata, "qwen35", {}))  # so matrices stay packed
+    assert tiled_values(Keys({**metadata, "qwen35.ssm.group_count": 2}, "qwen35", {}))["ssm_out"].columns is not None

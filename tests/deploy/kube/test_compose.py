@@ -52,6 +52,7 @@ def test_the_fleets_key_is_made_once_and_readable_by_its_owner_alone(
 ) -> None:
     (code,) = SERVICES["fleet-key"]["command"]
     monkeypatch.setattr(os, "chown", lambda *_: None)
+    (tmp_path / "new").write_bytes(b"left")  # by a start that was cut short
     found = []
     for _ in range(2):
         exec(code.replace("/fleet/", f"{tmp_path}/"), {})

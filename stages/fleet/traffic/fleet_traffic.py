@@ -52,9 +52,14 @@ class FleetTraffic:
             exit.on_end.append(self.copies.note_end)
 
     def problem(self, rules: TrafficRules) -> str | None:
-        """Why not: engines of one group would have different models, and requests those of either."""
+        """Why not: engines of one group would have different models, or none would serve clients any more."""
+        serving = [core for core in self._cores if core.is_serving]
+        if any(map(self.serves_clients, serving)) and not any(rules.serves_clients(core.labels) for core in serving):
+            return (
+                f"all engines that serve have {_text(rules.shadow)}, and would serve copies alone; start one without it"
+            )
         firsts: dict[str, EngineCore] = {}
-        for core in (core for core in self._cores if core.is_serving):
+        for core in serving:
             first = firsts.setdefault(group := rules.group_of(core.labels), core)
             if first.model_digest != core.model_digest:
                 where = "serve the same requests" if group != "shadow" else "be the same shadow"

@@ -66,7 +66,7 @@ class ShadowCopies:
         self._of_client: dict[str, list[ShadowCopy]] = {}  # by the client's request
         self._ours: dict[int, ComparedChoice] = {}  # by sequence of the client
         self._copied: dict[int, ComparedChoice] = {}  # by sequence of the copy
-        self._touched: set[int] = set()  # engines that have got copies: their steps may have rows of these
+        self._touched: set[int] = set()  # places of engines that have got copies: their steps may have rows of these
 
     def __len__(self) -> int:
         """Copies in flight."""
@@ -123,7 +123,8 @@ class ShadowCopies:
         """The step of an engine without the rows of copies; None if none is left. Follows the answers compared."""
         has_copies = core in self._touched
         try:
-            self._follow(step, has_copies=has_copies)
+            if self._ours:
+                self._follow(step, has_copies=has_copies)
         except Exception as error:  # a bug here: it must cost no client's answer
             log.error("shadow.broken", error=type(error).__name__, exc_info=error)
             self.end_all()
@@ -167,7 +168,6 @@ class ShadowCopies:
         """An engine is gone, with its copies: by plan, or not."""
         for copy in [copy for copy in self._copies.values() if copy.core is core]:
             self._settle(copy, "shed" if core.is_parting else "failed")
-        self._touched.discard(core.index)
 
     def end_all(self) -> None:
         """Ends all copies: their engines serve copies no longer."""
@@ -238,14 +238,13 @@ def without_copies(step: StepTokens) -> StepTokens | None:
     """A step without the rows of copies; None if nothing is left."""
     is_kept = step.sequence_ids < FIRST_COPY_ID
     rows = is_kept.nonzero()[0]
-    rest = [
-        [one for one in some if one.sequence_id < FIRST_COPY_ID]
-        for some in (step.started, step.pooled.values(), step.prompt_logprobs, step.progress)
-    ]
-    if len(rows) == len(is_kept) and len(rest[0]) == len(step.started):
-        return step if len(rows) or any(rest) else None
+    told = (step.started, step.pooled.values(), step.prompt_logprobs, step.progress)
+    rest = [[one for one in some if one.sequence_id < FIRST_COPY_ID] for some in told]
+    num_told = sum(map(len, told))
     if not len(rows) and not any(rest):
         return None
+    if len(rows) == len(is_kept) and sum(map(len, rest)) == num_told:
+        return step
     places = {row: place for place, row in enumerate(rows.tolist())} if step.logprobs else {}
     return replace_rows(step, rows, places)
 

@@ -15,6 +15,7 @@ from millrace.stages.machines.engine_server import EngineServer
 from millrace.stages.machines.engine_sources import FixedAddress
 from millrace.stages.messages import Started
 from millrace.stages.split.inflight_requests import FIRST_COPY_ID
+from millrace.stages.step_messages import PromptProgress
 from millrace.stages.testing.scripted.script import Script
 from millrace.stages.traffic.traffic_rules import TrafficRules
 from tests.stages.machines.scripted_engines import (
@@ -181,6 +182,8 @@ def test_rows_of_copies_are_taken_out_of_a_step() -> None:
     mixed = tokens(3, [(1, 0, 7), (copy, 0, 8), (2, 4, 9)])
     assert without_copies(tokens(3, [(1, 0, 7)])) is not None
     assert without_copies(tokens(3, [(copy, 0, 7)])) is None
+    told = PromptProgress(copy, 4)
+    assert without_copies(replace(tokens(3, [(1, 0, 7)]), progress=[told])).progress == []  # type: ignore[union-attr]
     started = Started(0, copy, "shadow-1", mixed.token_ids[:1], 1, SHORT, 0)
     left = without_copies(replace(mixed, started=(started,), logprobs={}))
     assert left is not None and left.started == ()

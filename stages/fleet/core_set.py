@@ -77,19 +77,19 @@ class CoreSet:
         """Whether a process takes a prompt now."""
         return core.is_serving and not core.is_draining and len(core.requests) < core.requests.capacity
 
-    def choose(self, adapter: str, model: str = "") -> EngineCore | None:
+    def choose(self, adapter: str, model: str | None = None) -> EngineCore | None:
         """The process in which a request goes on, with the adapter and model of these digests; None: none has room."""
-        index = choose(self._loads([core for core in self._candidates(adapter) if core.model_digest == model]))
+        index = choose(self._loads([core for core in self._candidates(adapter) if has_model(core, model)]))
         return None if index is None else self.cores[index]
 
     def stands_in(self, core: EngineCore) -> bool:
         """Whether another process takes requests that this one has begun."""
         return any(one is not core and one.model_digest == core.model_digest for one in self.serving())
 
-    def is_hopeless(self, model: str) -> bool:
+    def is_hopeless(self, model: str | None) -> bool:
         """Whether requests of this model go on nowhere now, though others are served."""
         serving = self.serving()
-        return bool(serving) and all(core.model_digest != model for core in serving)
+        return bool(serving) and not any(has_model(core, model) for core in serving)
 
     def _candidates(self, adapter: str) -> Sequence[EngineCore]:
         """Those that may get a request with this adapter now."""
@@ -124,9 +124,14 @@ def adapter_of(prompt: TokenRequest) -> str:
     return "" if prompt.adapter is None else prompt.adapter.digest
 
 
-def can_run(core: EngineCore, adapter: str, model: str) -> bool:
+def can_run(core: EngineCore, adapter: str, model: str | None) -> bool:
     """Whether answers with the adapter and model of these digests may go on in a process."""
-    return has_adapter(core, adapter) and core.model_digest == model
+    return has_adapter(core, adapter) and has_model(core, model)
+
+
+def has_model(core: EngineCore, model: str | None) -> bool:
+    """Whether a process has the model of this digest; None: that of a request which none has begun."""
+    return model is None or core.model_digest == model
 
 
 def has_adapter(core: EngineCore, adapter: str) -> bool:

@@ -98,10 +98,10 @@ class FleetRequests(InflightRequests):
         if (live := self._live.get(request_id)) is not None and live.model is None:
             live.model = model
 
-    def model_of(self, request_id: str) -> str:
-        """The digest of the model that computes a request's answers; "" if it is not in flight."""
+    def model_of(self, request_id: str) -> str | None:
+        """The digest of the model that computes a request's answers; None: none has begun, so that any may."""
         live = self._live.get(request_id)
-        return "" if live is None else live.model or ""
+        return None if live is None else live.model
 
     def orphans(self) -> tuple[list[str], list[str]]:
         """The requests in no process: (those that are suspects, the youngest first; the others, the oldest first)."""
@@ -165,10 +165,13 @@ class FleetRequests(InflightRequests):
         self._orphan(core)
 
     def _orphan(self, core: int) -> list[InflightRequest]:
-        """The requests in a process, which are in none from now on."""
+        """The requests in a process, which are in none from now on. Those of which nothing has come may go anywhere."""
         there = [self._live[request_id] for request_id in self._work[core].by_request]
         for live in there:
             live.core = None
+            has_scores = any(prompt.params.prompt_logprobs is not None for prompt in live.prompts)  # come before tokens
+            if live.model is not None and not has_scores and not self._has_tokens(live):
+                live.model = None
         self._work[core].clear()
         return there
 

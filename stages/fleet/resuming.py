@@ -37,7 +37,7 @@ class Resuming:
         drafts = config.num_speculative_tokens if config.speculation != "off" else 0
         self._num_tokens = (config.steps_in_flight + SPARE_STEPS) * (1 + drafts)  # of each sequence, in a trial
         self._wakeup = asyncio.Event()
-        self._alone_since_s: dict[str, float] = {}  # by the digest of a model
+        self._alone_since_s: dict[str | None, float] = {}  # by the digest of a model
         self._task: asyncio.Task[None] | None = None
         self._waiting: asyncio.Task[None] | None = None  # for a process that takes what is left
         self._trials: dict[int, asyncio.Task[None]] = {}  # by core

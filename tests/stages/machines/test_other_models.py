@@ -33,6 +33,11 @@ async def ready(engine: Engine) -> None:
     await until(lambda: states(engine) == {"a": "ready", "b": "ready"})
 
 
+def num_begun(engine: Engine) -> int:
+    """Requests whose first token has come."""
+    return sum(outbox.has_started for outbox in engine.exit.live.values())
+
+
 @with_machines
 async def test_each_request_is_answered_by_one_model_whichever_it_gets(machines: ScriptedMachines) -> None:
     await machines.start("a", labels=V1)
@@ -54,8 +59,7 @@ async def test_answers_wait_for_their_own_model_and_new_requests_do_not(machines
     async with machines.front(A, B, traffic=ALL_V2) as engine:
         await ready(engine)
         streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in PROMPTS]
-        second = machines.servers["b:1"]
-        await until(lambda: second.report().core.scheduler.num_running == len(PROMPTS))
+        await until(lambda: num_begun(engine) == len(PROMPTS))
         await machines.stop("b")
         await until(lambda: states(engine)["b"] != "ready")
         assert await answer(engine, "meanwhile") == expected("meanwhile")
@@ -63,6 +67,24 @@ async def test_answers_wait_for_their_own_model_and_new_requests_do_not(machines
         machines.step_s = 0.001
         await machines.start("b", labels=V2, script=OTHER)
         assert await asyncio.gather(*streams) == [expected(prompt, LONG, OTHER) for prompt in PROMPTS]
+
+
+@with_machines
+async def test_requests_that_no_engine_has_begun_go_to_the_other_model_at_once(machines: ScriptedMachines) -> None:
+    await machines.start("a", labels=V1)
+    machines.step_s = 0.02
+    await machines.start("b", labels=V2, script=OTHER)
+    async with machines.front(A, B, traffic=ALL_V2) as engine:
+        await ready(engine)
+        begun = [asyncio.ensure_future(answer(engine, f"begun {number}", LONG)) for number in range(8)]
+        second = machines.servers["b:1"]
+        await until(lambda: num_begun(engine) == 8)
+        queued = [asyncio.ensure_future(answer(engine, prompt)) for prompt in PROMPTS]
+        await until(lambda: second.num_live == 8 + len(PROMPTS))
+        await machines.stop("b")
+        assert await asyncio.gather(*queued) == [expected(prompt) for prompt in PROMPTS]
+        for one in begun:
+            one.cancel()
 
 
 def test_answers_whose_model_does_not_come_back_end_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +98,7 @@ def test_answers_whose_model_does_not_come_back_end_and_others_do_not(monkeypatc
         async with machines.front(A, B, traffic=ALL_V2) as engine:
             await ready(engine)
             lost = asyncio.ensure_future(answer(engine, "lost", LONG))
-            second = machines.servers["b:1"]
-            await until(lambda: second.report().core.scheduler.num_running == 1)
+            await until(lambda: num_begun(engine) == 1)
             await machines.stop("b")
             with pytest.raises(Failed, match="no other one has had its model") as failed:
                 await lost
@@ -118,6 +139,10 @@ async def test_without_a_split_another_model_is_refused_with_the_right_flag(mach
         assert problem is not None and "engines 0 and 1 have different models" in problem
         assert engine.traffic.problem(ALL_V2) is None
         assert engine.traffic.problem(TrafficRules.parse(None, "version=v2:1")) is None
+        await machines.stop("a")
+        await until(lambda: states(engine)["a"] != "ready")
+        problem = engine.traffic.problem(TrafficRules.parse(None, "version=v2:1"))
+        assert problem is not None and "would serve copies alone" in problem, "clients would have no engine"
 
 
 @with_machines

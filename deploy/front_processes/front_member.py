@@ -97,7 +97,8 @@ class FrontMember:
         self.link = ChildLink(sock, self._receive, ends_process=ends_process)
         self.states: Sequence[FrontState] = ()  # of all fronts, as last told
         self.on_loading: Callable[[LoadState], object] = lambda state: None  # how far the engines are
-        self.on_traffic: Callable[[TrafficRules], object] = lambda rules: None  # set at a front, for all
+        self._traffic: TrafficRules | None = None  # as last told
+        self._on_traffic: Callable[[TrafficRules], object] = lambda rules: None
         self.own_metrics: Callable[[], bytes] | None = None
         self.has_engines = asyncio.Event()  # all have been ready once
         self.has_started = False  # it takes requests
@@ -121,6 +122,12 @@ class FrontMember:
         finally:
             del self._asked[number]
         return found.fronts, found.ended
+
+    def follow_traffic(self, on_traffic: Callable[[TrafficRules], object]) -> None:
+        """Calls this with the rules that were set at a front, for all: those told already, and those to come."""
+        self._on_traffic = on_traffic
+        if self._traffic is not None:  # it came right after the setup
+            on_traffic(self._traffic)
 
     def tell_traffic(self, rules: TrafficRules) -> None:
         """These rules were set at this front: all follow them, and those that start later."""
@@ -160,7 +167,8 @@ class FrontMember:
             case LoadingState():
                 self.on_loading(word.state)
             case TrafficSettings():
-                self.on_traffic(traffic_of(word))
+                self._traffic = traffic_of(word)
+                self._on_traffic(self._traffic)
             case MetricsWanted():
                 if self.own_metrics is not None:
                     self.link.post(MetricsTaken(word.number, self.own_metrics()))

@@ -83,7 +83,7 @@ async def _serve(member: FrontMember, setup: FrontSetup) -> None:
     fronts = OtherFronts(member, setup.number, Path(setup.folder), setup.server_config)
     async with AsyncExitStack() as stack:
         router, engine = _router(member, setup), None
-        member.on_traffic = router.follow
+        member.follow_traffic(router.follow)
         if setup.is_successor:
             engine = await stack.enter_async_context(router)
         listening = ListeningSockets.open(setup.server_config, shares_port=True)

@@ -86,6 +86,8 @@ class RoutedEngine:
                 log.warning("engine.lost_at_start", reason=str(error))
                 continue
             self._engine = engine
+            if self._traffic is not None and engine.traffic is not None:
+                engine.traffic.change(self._traffic)  # told while it started
             return engine
 
     def _check_names(self, ready: Sequence[EngineReady]) -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
+import pytest
 
+from millrace.deploy.cli.machines import route
 from millrace.deploy.cli.machines.route import RoutedEngine
 from millrace.deploy.config import ServerConfig
+from millrace.deploy.front_processes.front_member import FrontMember
+from millrace.deploy.front_processes.kept_metrics import KeptMetrics
 from millrace.deploy.front_processes.supervisor import ServerPlan, Supervisor
 from millrace.deploy.front_processes.words import CODEC, TrafficSettings, settings_of, traffic_of
 from millrace.stages.config import EngineConfig
 from millrace.stages.machines.engine_sources import FixedAddress
+from millrace.stages.machines.membership import Members
+from millrace.stages.machines.route_engine import RouteEngine
 from millrace.stages.traffic.traffic_rules import TrafficRules
-from tests.deploy.front_processes.local_fronts import local_fronts
-from tests.stages.machines.scripted_engines import ScriptedMachines, with_machines
+from tests.deploy.front_processes.local_fronts import SupervisorEnd, local_fronts
+from tests.stages.machines.scripted_engines import ScriptedMachines, until, with_machines
 
 RULES = TrafficRules.parse("version=v2:50", "version=v3:1")
 A = FixedAddress("a", ("a", 1))
@@ -55,7 +62,7 @@ async def test_the_admin_route_tells_the_supervisor_what_was_set(machines: Scrip
             async with http.post(url, json={"split": "version=v2:50", "shadow": "version=v3:1"}) as response:
                 assert response.status == 200
         assert told == [RULES] and two.traffic is not None and two.traffic.rules == RULES
-        member.on_traffic = two.traffic.change
+        member.follow_traffic(two.traffic.change)
         member._receive(settings_of(TrafficRules()))
         assert two.traffic.rules == TrafficRules() != RULES
 
@@ -67,3 +74,29 @@ def test_a_front_follows_what_the_supervisor_tells() -> None:
     router._engine = cast(Any, SimpleNamespace(traffic=SimpleNamespace(change=changed.append)))
     router.follow(TrafficRules())
     assert changed == [TrafficRules()]
+
+
+@with_machines
+async def test_what_is_told_while_a_front_starts_is_not_lost(machines: ScriptedMachines) -> None:
+    ours, theirs = socket.socketpair()
+    member, end = FrontMember(theirs, ends_process=False), SupervisorEnd(0, ours, KeptMetrics(dict))
+    member.link.setup.set_result(None)
+    member.link.start()
+    end.post(settings_of(RULES))
+    await until(lambda: member._traffic is not None)
+    await machines.start("a", labels={"version": "v2"})
+    router = RoutedEngine(EngineConfig(), Members((A,), machines.peer), None, None)
+    member.follow_traffic(router.follow)
+    assert router._traffic == RULES, "told with the setup, before the front could follow"
+
+    def told_late(*args: Any, **options: Any) -> RouteEngine:
+        engine = RouteEngine(*args, read_text=machines.read_text, **options)
+        member._receive(settings_of(TrafficRules.parse("version=v2:7", None)))
+        return engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(route, "RouteEngine", told_late)
+        async with router as engine:
+            assert engine.traffic is not None and str(engine.traffic.rules.split) == "version=v2:7"
+    member.close()
+    end.close()

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ..api.service import Service
-from ..errors import ApiError
+from ..errors import ApiError, shorten, wrong_field
 from ..http.answer_record import KEY, KEY_HEADER
 from ..http.body_reader import read_ahead
 from ..http.listening import ListeningSockets
@@ -31,6 +31,7 @@ ENGINES = "/admin/engines/{id}"
 HEALTH = ("/health", "/health/ready", "/ping", "/healthz", "/readyz", "/v2/health/ready")
 FRONT_BITS = 44  # of a cursor of /v1/requests, below the front's number
 MOST_LISTED = 1_000
+INDEX = "each model has an engine of this index; name one by its address, as GET /server_info?model=NAME has it"
 AWAY = 503  # status of a front that does not answer
 
 Answer = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
@@ -99,6 +100,7 @@ class AllFronts:
             return await self._fronts.pass_on(request, keeper)
         if self._fronts.number not in group:
             group = models.ready(group, name)
+            await read_ahead(request, self._fronts.config)
             return await self._fronts.pass_on(request, group[self._turn(len(group))])
         if path.startswith(RESPONSES):
             owner = self._fronts.owner_of(request.match_info["id"].removeprefix("resp_"))
@@ -113,10 +115,12 @@ class AllFronts:
             front = whole_number(request, "front", self._fronts.number, least=0, most=most)
             return await (handler(request) if front == self._fronts.number else self._of_front(request, front))
         if models.has_several and path == MODEL:
-            group = models.group_of(request.match_info["id"])
+            group = models.group_of(name := request.match_info["id"])
             is_own = self._fronts.number in group
-            return await (handler(request) if is_own else self._of_front(request, group[0]))
+            return await (handler(request) if is_own else self._of_front(request, models.ready(group, name)[0]))
         if models.has_several and path.startswith(ENGINES):
+            if request.match_info["id"].isdecimal():
+                raise wrong_field("id", INDEX, shorten(request.match_info["id"], 32))
             return await self._found(request, handler, "not_found")
         if path.startswith("/v1/requests/"):
             return await self._found(request, handler)

@@ -57,12 +57,14 @@ def empty() -> bytes:
     return b"[]"
 
 
-def add_ended(ended: bytes, data: bytes) -> bytes:
-    """`ended` with the counters and histograms of one more front that has ended."""
+def add_ended(ended: bytes, data: bytes, model: str | None = None) -> bytes:
+    """`ended` with the counters and histograms of one more front that has ended; `model`: its own, of several."""
     total = _read(ended)
     for name, (kind, text, samples) in _read(data).items():
         if kind in GROWING:
             own = {key: value for key, value in samples.items() if not _is_of_engines(name, key)}
+            if model is not None and name.startswith(OF_AN_ENGINE):
+                own = {_of_model(key, model): value for key, value in own.items()}
             _add(total, name, kind, text, own, most=False)
     return _written(total)
 
@@ -82,7 +84,7 @@ def summed(fronts: Mapping[int, bytes], ended: bytes, models: Mapping[int, str] 
     for number, data in sorted(fronts.items()):
         groups.setdefault((models or {}).get(number, ""), []).append(data)
     by_model = {model: _of_one_model(some) for model, some in groups.items()}
-    total = _of_models(by_model) if len(by_model) > 1 else next(iter(by_model.values()), {})
+    total = _of_models(by_model) if len(set((models or {}).values())) > 1 else next(iter(by_model.values()), {})
     for name, (kind, text, samples) in _read(ended).items():
         _add(total, name, kind, text, samples, most=False)
     for name, (kind, text, samples) in total.items():

@@ -21,10 +21,17 @@ class FrontHandle(Protocol):
 
 
 class KeptMetrics:
-    """Answers fronts that ask for the metrics of all. `live` are the fronts that have a process."""
+    """Answers fronts that ask for the metrics of all. `live` are the fronts that have a process.
 
-    def __init__(self, live: Callable[[], Mapping[int, FrontHandle]]) -> None:
-        self._live = live
+    `model_of` tells the model of a front, if there are several.
+    """
+
+    def __init__(
+        self,
+        live: Callable[[], Mapping[int, FrontHandle]],
+        model_of: Callable[[int], str | None] = lambda front: None,
+    ) -> None:
+        self._live, self._model_of = live, model_of
         self._known: dict[int, bytes] = {}
         self._ended = empty()
         self._numbers = itertools.count()
@@ -40,7 +47,7 @@ class KeptMetrics:
     def note_end(self, front: int) -> None:
         """A front has ended: its counters stay. Idempotent."""
         if (data := self._known.pop(front, None)) is not None:
-            self._ended = add_ended(self._ended, data)
+            self._ended = add_ended(self._ended, data, self._model_of(front))
         for awaited in self._awaited.values():
             self._note_answer(awaited, front)
 

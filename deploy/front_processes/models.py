@@ -16,7 +16,8 @@ from ..http.json_limits import INLINE_BYTES
 from .words import FrontState
 
 MAX_NAMES = 8  # of models, that an error lists
-NOT_OF_MODELS = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # beginnings of paths
+# beginnings of paths; what is asked of a response goes where that is
+NOT_OF_MODELS = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/responses/")
 TAG = ":latest"  # that Ollama's clients add
 
 

@@ -87,7 +87,8 @@ class Supervisor:
         self._loading: dict[int, CoreLoading] = {}
         self._created = int(time.time())
         self._traffic = settings_of(plan.traffic)  # as last set at a front
-        self._metrics = KeptMetrics(lambda: {i: slot for i, slot in enumerate(self.fronts) if slot.pid})
+        live = lambda: {i: slot for i, slot in enumerate(self.fronts) if slot.pid}  # noqa: E731
+        self._metrics = KeptMetrics(live, plan.model_of)
 
     @property
     def failure(self) -> Exception | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from millrace.deploy.cli.machines.addresses import engines_by_model
 from millrace.deploy.config import ServerConfig
-from millrace.deploy.front_processes.front_metrics import packed, rendered
+from millrace.deploy.front_processes.front_metrics import add_ended, packed, rendered
 from millrace.deploy.front_processes.models import ModelFronts
 from millrace.deploy.front_processes.supervisor import ServerPlan
 from millrace.deploy.front_processes.words import FrontState
@@ -48,13 +49,13 @@ class Client:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Client, list[ScriptedEngine]]]:
+async def served(config: ServerConfig = CONFIG) -> AsyncIterator[tuple[Client, list[ScriptedEngine]]]:
     """Two models; front i has the model i."""
     small, large = (ScriptedEngine(SMALL, script) for script in SCRIPTS.values())
     async with (
         small,
         large,
-        local_fronts([small, large], CONFIG, models=list(SCRIPTS)) as fronts,
+        local_fronts([small, large], config, models=list(SCRIPTS)) as fronts,
         aiohttp.ClientSession() as http,
     ):
         yield Client(fronts.urls, http), [small, large]
@@ -107,6 +108,9 @@ async def test_responses_keys_and_pages_are_those_of_the_model_that_has_them() -
         assert one["id"] == two["id"] and one["model"] == "org/large"
         status, info = await client.ask(0, "/server_info?model=org/large")
         assert status == 200 and info["process"]["front"] == 1
+        for front in (0, 1):
+            status, answer = await client.ask(front, f"/v1/responses/{first['id']}/cancel", {})
+            assert (status, answer["error"]["code"]) == (400, "invalid_value"), "it is over, and known at both"
         _, metrics = await client.ask(0, "/metrics")
         labels = {
             sample.labels["model_name"]: sample.value
@@ -169,6 +173,32 @@ def test_metrics_of_engines_are_told_apart_by_their_models() -> None:
     assert 'millrace:engine_up{engine="m/0"} 1.0' in lines and 'millrace:engine_up{engine="n/0"} 1.0' in lines
     assert 'millrace:engine_requests{engine="m/0"} 4.0' in lines, "two fronts have requests in it"
     assert "a_total 9.0" in lines and 'b{model_name="m"} 12.0' in lines
+    ended = add_ended(b"[]", data, "n")
+    lines = rendered({0: data}, ended, states).decode().splitlines()
+    assert {line.split()[0] for line in lines if "expected_cached_tokens_total{" in line} == {
+        'millrace:engine_expected_cached_tokens_total{engine="m/0"}',
+        'millrace:engine_expected_cached_tokens_total{engine="n/0"}',
+    }, "as long as the fronts of one model have told nothing, too"
+
+
+@on_loop
+async def test_an_engine_is_not_drained_by_an_index_that_each_model_has() -> None:
+    async with served() as (client, _):
+        for front in (0, 1):
+            status, answer = await client.ask(front, "/admin/engines/0/drain", {}, Authorization="Bearer admin")
+            assert status == 400 and "by its address" in answer["error"]["message"]
+
+
+@on_loop
+async def test_a_body_that_is_passed_on_is_read_within_the_limit_of_time() -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"x"
+        await asyncio.sleep(60.0)
+
+    async with served(replace(CONFIG, body_timeout_s=0.1)) as (client, _):
+        headers = KEY | {"Content-Type": "text/plain"}
+        async with client._http.post(client._urls[1] + "/v1/completions", data=slow(), headers=headers) as answer:
+            assert answer.status == 408 and (await answer.json())["error"]["code"] == "request_timeout"
 
 
 def test_engines_are_named_by_their_model_or_none_is() -> None:

@@ -49,7 +49,7 @@ OF_CONNECTION = frozenset(  # headers of one connection, which are not passed on
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "content-length"}
 )
 AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # not added to those of the client
-OF_KEYS = ("Authorization", "x-api-key", "Sec-WebSocket-Protocol", "Host", "Origin")
+OF_CLIENT = ("Authorization", "x-api-key", "Sec-WebSocket-Protocol", "Host", "Origin", "X-Session-Id")
 
 
 class PassedSocket:
@@ -199,7 +199,7 @@ class OtherFronts:
 
     @asynccontextmanager
     async def open_socket(self, headers: Mapping[str, str], front: int, path: str) -> AsyncIterator[PassedSocket]:
-        kept = {name: headers[name] for name in OF_KEYS if name in headers}
+        kept = {name: headers[name] for name in OF_CLIENT if name in headers}
         protocols = [one.strip() for one in kept.pop("Sec-WebSocket-Protocol", "").split(",") if one.strip()]
         url, most = f"http://front{path}", self.config.max_body_bytes
         timeout = ClientWSTimeout(ws_close=CLOSE_S)
@@ -231,7 +231,7 @@ class OtherFronts:
     async def _post(
         self, headers: Mapping[str, str], front: int, path: str, body: bytes
     ) -> AsyncIterator[ClientResponse]:
-        kept = {name: headers[name] for name in OF_KEYS if name in headers} | {"Content-Type": "application/json"}
+        kept = {name: headers[name] for name in OF_CLIENT if name in headers} | {"Content-Type": "application/json"}
         async with self._session(front).post(f"http://front{path}", headers=kept, data=body) as found:
             yield found
 

@@ -201,6 +201,19 @@ async def test_a_body_that_is_passed_on_is_read_within_the_limit_of_time() -> No
             assert answer.status == 408 and (await answer.json())["error"]["code"] == "request_timeout"
 
 
+@on_loop
+async def test_a_socket_that_is_passed_on_keeps_its_session() -> None:
+    async with served() as (client, engines):
+        seen: list[str] = []
+        engines[1].exit.on_open.append(lambda outbox: seen.append(outbox.request.session))
+        url, headers = client._urls[0] + "/v1/responses?model=org/large", KEY | {"X-Session-Id": "mine"}
+        async with client._http.ws_connect(url, headers=headers) as socket:
+            await socket.send_json({"type": "response.create", "input": "hi", "max_output_tokens": 4})
+            while (await socket.receive_json())["type"] != "response.incomplete":
+                pass
+        assert seen == ["mine"]
+
+
 def test_engines_are_named_by_their_model_or_none_is() -> None:
     assert engines_by_model(["10.0.0.5:7000", "dns:a:7000", "file:/x=y"]) == {}
     named = ["small=10.0.0.5:7000", "org/large:8b=dns:large:7000", "small=file:/x=y"]

@@ -140,6 +140,7 @@ class AllFronts:
             try:
                 await relay(peer, socket)
             finally:
+                socket.is_over = peer.has_left
                 await peer.release()
         return peer.response
 

@@ -49,9 +49,11 @@ class Client:
 
 
 @asynccontextmanager
-async def served(config: ServerConfig = CONFIG) -> AsyncIterator[tuple[Client, list[ScriptedEngine]]]:
+async def served(
+    config: ServerConfig = CONFIG, step_s: float = 0.0
+) -> AsyncIterator[tuple[Client, list[ScriptedEngine]]]:
     """Two models; front i has the model i."""
-    small, large = (ScriptedEngine(SMALL, script) for script in SCRIPTS.values())
+    small, large = (ScriptedEngine(SMALL, script, step_s=step_s) for script in SCRIPTS.values())
     async with (
         small,
         large,
@@ -212,6 +214,21 @@ async def test_a_socket_that_is_passed_on_keeps_its_session() -> None:
             while (await socket.receive_json())["type"] != "response.incomplete":
                 pass
         assert seen == ["mine"]
+
+
+@on_loop
+async def test_a_client_that_closes_a_socket_passed_on_ends_its_requests() -> None:
+    async with served(step_s=0.01) as (client, engines):
+        create = {"type": "create", "id": "x", "endpoint": "completions", "resume": True}
+        url = client._urls[0] + "/v1/stream?model=org/large"
+        async with client._http.ws_connect(url, headers=KEY, protocols=("millrace.v1",)) as socket:
+            await socket.send_json(create | {"body": BODY | {"max_tokens": 200}})
+            while (await socket.receive_json())["type"] != "chunk":
+                pass
+            assert engines[1].exit.live
+        async with asyncio.timeout(1.0):
+            while engines[1].exit.live:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
 
 
 def test_engines_are_named_by_their_model_or_none_is() -> None:

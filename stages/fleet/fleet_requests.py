@@ -169,11 +169,16 @@ class FleetRequests(InflightRequests):
         there = [self._live[request_id] for request_id in self._work[core].by_request]
         for live in there:
             live.core = None
-            has_scores = any(prompt.params.prompt_logprobs is not None for prompt in live.prompts)  # come before tokens
-            if live.model is not None and not has_scores and not self._has_tokens(live):
+            if live.model is not None and not self._has_come_to_clients(live):
                 live.model = None
         self._work[core].clear()
         return there
+
+    def _has_come_to_clients(self, live: InflightRequest) -> bool:
+        """Whether anything of its answers may have: tokens, a whole answer, or log-probabilities of a prompt."""
+        asks_scores = any(prompt.params.prompt_logprobs is not None for prompt in live.prompts)
+        is_whole = all(one in self._request_ids for prompt in live.prompts for one in self._ids(prompt))
+        return asks_scores or not is_whole or self._has_tokens(live)
 
     @property
     def num_trials_now(self) -> int:

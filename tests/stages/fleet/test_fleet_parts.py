@@ -160,6 +160,24 @@ def test_only_the_requests_of_the_dead_core_are_resumed_with_what_they_have() ->
     assert cores.send(prompt, a) and table.core_of("r1") == 0 and table.load_of(0).num_requests == 1  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_request_stays_with_its_model_once_anything_of_it_has_come(is_planned: bool) -> None:
+    cores, table, (a, b) = fleet(2)
+    a.model_digest, b.model_digest, b.is_serving = "v1", "v2", False
+    scored = token_request("scored", 9)
+    scored = replace(scored, params=replace(scored.params, prompt_logprobs=0))
+    prompts = [token_request("queued", 0), token_request("begun", 1), token_request("one is over", 2, n=2), scored]
+    assert all(map(cores.place, prompts))
+    table.note(tokens(0, [(1, 0, 7), (2, 0, 8)], over=(2,)))
+    table.note_departure(0) if is_planned else table.note_death(0)
+    a.is_serving, b.is_serving = False, True
+    models = {prompt.request_id: table.model_of(prompt.request_id) for prompt in prompts}
+    assert models == {"queued": None, "begun": "v1", "one is over": "v1", "scored": "v1"}
+    found = {name: cores.choose("", model) for name, model in models.items()}
+    assert [name for name, core in found.items() if core is not None] == ["queued"]
+    assert not cores.is_hopeless(None) and cores.is_hopeless("v1")
+
+
 def test_the_request_on_trial_when_a_second_core_dies_is_guilty_and_its_neighbours_are_not() -> None:
     cores, table, (a, b) = fleet(2)
     for number in range(4):

@@ -129,7 +129,12 @@ def run_way(entry: Entry, name: str, backend: str) -> Outcome:
 
 def _frees_all(entry: Entry, backend: str) -> bool:
     """Whether all layers have windows, which free what they pass unless transformers computes them."""
-    windows = [] if backend == "transformers" else [each.window for each in read_spec(entry.folder).attentions]
+    if backend == "transformers":
+        return False
+    try:
+        windows = [each.window for each in read_spec(entry.folder).attentions]
+    except ModelError:
+        return False  # transformers computes it, or the engine refuses it
     return bool(windows) and all(window is not None and window < LONGEST for window in windows)
 
 

@@ -180,4 +180,4 @@ def test_experts_stay_in_their_codes_for_kernels_that_multiply_codes(folders: tu
     assert set(sizes.values()) == {(4 + 16 / 32) / 8}
     tables = 2 * 2 * 16 * 4  # the values of codes, for each matrix of a layer
     kept = bytes_kept(spec, lambda name: sizes.get(name, 4))
-    assert kept + tables == weights_bytes(coded) < weights_bytes(numbers) // 2
+    assert kept + tables == weights_bytes(coded) < weights_bytes(numbers)

@@ -58,13 +58,9 @@ class Chain:
 
     def __init__(self, root: Path, size: int, dtype: torch.dtype) -> None:
         whole = self.spec = read_spec(root)
-        self.dtype, self.device = dtype, CPU
+        self.dtype, self.device, self.kernels = dtype, CPU, kernel_set.load("torch")
         self.parts = [
-            Decoder(
-                spec_of_layers(whole, layers),
-                load_weights(root, whole, CPU, dtype, layers=layers),
-                kernel_set.load("torch"),
-            )
+            Decoder(spec_of_layers(whole, layers), load_weights(root, whole, CPU, dtype, layers=layers), self.kernels)
             for layers in split_layers(whole, size)
         ]
         self._caches: list[KVCache] = []

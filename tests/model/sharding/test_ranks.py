@@ -78,6 +78,7 @@ class Ranks:
     def __init__(self, root: Path, size: int, adapter: Adapter | None = None) -> None:
         whole = self.spec = read_spec(root)
         self.dtype, self.device, self.group = torch.float32, CPU, ThreadGroup(size)
+        self.kernels = kernel_set.load("torch")
         self._pool = ThreadPoolExecutor(size)
         self.decoders, self._caches = [], []
         for rank in range(size):

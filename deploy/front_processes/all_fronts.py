@@ -27,6 +27,7 @@ from .other_fronts import OtherFronts, is_of_a_front
 
 RESPONSES = "/v1/responses/{id}"
 MODELS, MODEL = "/v1/models", "/v1/models/{id}"
+OLLAMA_LISTS = ("/api/tags", "/api/ps")
 ENGINES = "/admin/engines/{id}"
 HEALTH = ("/health", "/health/ready", "/ping", "/healthz", "/readyz", "/v2/health/ready")
 FRONT_BITS = 44  # of a cursor of /v1/requests, below the front's number
@@ -49,7 +50,7 @@ class AllFronts:
             "/metrics": self._metrics,
             "/load": self._load,
             "/v1/requests": self._requests,
-            MODELS: self._models,
+            **dict.fromkeys((MODELS, *OLLAMA_LISTS), self._models),
             "/admin/cache/reset": self._reset,
             "/admin/flight": self._flight,
         }
@@ -89,7 +90,7 @@ class AllFronts:
             return await handler(request)
         models, group, name = self._fronts.models, self._fronts.numbers, None
         if models.has_several and is_for_a_model(request, path):
-            name = await model_in(request, self._fronts.config)
+            name = await model_in(request, path, self._fronts.config)
             group = models.group_of(name)
         key = request.headers.get(KEY_HEADER, "")
         if KEY.fullmatch(key) and request.match_info.handler in self._keeping:
@@ -228,26 +229,38 @@ class AllFronts:
         return _page(rows, None)
 
     async def _models(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The models of all fronts, where they have different ones."""
-        _, body = await _json_of(request, handler)
-        known = {row["id"] for row in body["data"]}
-        for front in self._others() if self._fronts.models.has_several else []:
-            status, other = await self._fronts.answer_of(request, front)
-            for row in other["data"] if status == 200 else []:
-                if row["id"] not in known:
-                    known.add(row["id"])
-                    body["data"].append(row)
-        return answer(body)
+        """The models of all fronts, where they have different ones, in the order of the command line at each front."""
+        if not self._fronts.models.has_several:
+            return await handler(request)
+        field = "data" if request.path.endswith(MODELS) else "models"
+        found = await self._of_each_model(request, handler)
+        return answer(found[0] | {field: [row for body in found for row in body[field]]})
 
     async def _reset(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """One front of each model tells its engines."""
-        _, body = await _json_of(request, handler)
-        models = self._fronts.models
+        if not self._fronts.models.has_several:
+            return await handler(request)
+        found = await self._of_each_model(request, handler)
+        return answer({"freed_blocks": sum(body["freed_blocks"] for body in found)})
+
+    async def _of_each_model(self, request: web.Request, handler: Handler) -> list[dict[str, Any]]:
+        """What a front of each model answers, at least one: without models that are not served now."""
+        models, found = self._fronts.models, list[dict[str, Any]]()
+        away = ApiError("loading", "no model is served now; try again shortly", retry_after_s=1.0)
         for name in models.names:
-            if self._fronts.number not in (group := models.group_of(name)):
-                status, other = await self._fronts.answer_of(request, models.ready(group, name)[0])
-                body["freed_blocks"] += other["freed_blocks"] if status == 200 else 0
-        return answer(body)
+            group = models.group_of(name)
+            try:
+                if self._fronts.number in group:
+                    found.append((await _json_of(request, handler))[1])
+                    continue
+                status, body = await self._fronts.answer_of(request, models.ready(group, name)[0])
+            except ApiError as error:
+                away = error
+            else:
+                found += [body] if status == 200 else []
+        if not found:
+            raise away
+        return found
 
     def _turn(self, count: int) -> int:
         """One after the other of so many."""

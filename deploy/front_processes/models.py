@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import orjson
 from aiohttp import web
 
 from ..config import ServerConfig
 from ..errors import ApiError, shorten, wrong_field
 from ..http.body_reader import FORMS, read_ahead
-from ..http.json_limits import INLINE_BYTES
+from ..http.json_limits import INLINE_BYTES, JsonLimits, parse_object
 from .words import FrontState
 
 MAX_NAMES = 8  # of models, that an error lists
 # beginnings of paths; what is asked of a response goes where that is
 NOT_OF_MODELS = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/responses/")
+OLLAMA = "/api/"  # beginning of paths whose bodies may have an older field for the name
 TAG = ":latest"  # that Ollama's clients add
 
 
@@ -58,20 +59,23 @@ def is_for_a_model(request: web.Request, path: str) -> bool:
     return request.method == "POST" and request.can_read_body and not path.startswith(NOT_OF_MODELS)
 
 
-async def model_in(request: web.Request, config: ServerConfig) -> str | None:
-    """The model that a body names; None: none, or the body is no JSON object, which its handler will say.
+async def model_in(request: web.Request, path: str, config: ServerConfig) -> str | None:
+    """The model that the body of a request to `path` names; None: none, or its handler will refuse the body.
 
     `ApiError` for a body that is too long or too slow. The handler gets the bytes that were read.
     """
     if request.content_type != "application/json" and request.content_type not in FORMS:
         return None
     data = await read_ahead(request, config)
+    read = partial(parse_object, data, JsonLimits(num_bytes=config.max_body_bytes))
     try:
         if len(data) <= INLINE_BYTES:
-            body = orjson.loads(data)
+            body = read()
         else:
-            body = await asyncio.get_running_loop().run_in_executor(None, orjson.loads, data)
-    except orjson.JSONDecodeError:
+            body = await asyncio.get_running_loop().run_in_executor(None, read)
+    except ApiError:
         return None
-    named: Any = body.get("model") if isinstance(body, dict) else None
+    named: Any = body.get("model")
+    if not named and path.startswith(OLLAMA):
+        named = body.get("name") or None
     return named if isinstance(named, str) else None

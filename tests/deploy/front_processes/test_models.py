@@ -15,16 +15,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from millrace.deploy.cli.machines.addresses import engines_by_model
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.front_processes.front_metrics import add_ended, packed, rendered
-from millrace.deploy.front_processes.models import ModelFronts
+from millrace.deploy.front_processes.models import ModelFronts, model_in
 from millrace.deploy.front_processes.supervisor import ServerPlan
 from millrace.deploy.front_processes.words import FrontState
+from millrace.deploy.http.body_reader import BODY as BODY_READ
+from millrace.deploy.http.json_limits import MAX_CONTAINERS
 from millrace.deploy.metrics.families import counter, engines, gauge
 from millrace.stages.config import EngineConfig
 from millrace.stages.errors import ConfigError
 from millrace.stages.params import SamplingParams
 from millrace.stages.testing.scripted.engine import SMALL, ScriptedEngine
 from millrace.stages.testing.scripted.script import Script
-from tests.deploy.front_processes.local_fronts import local_fronts
+from tests.deploy.front_processes.local_fronts import LocalFronts, local_fronts
 from tests.deploy.sockets import on_loop
 
 CONFIG = ServerConfig(port=0, api_key=("key",), admin_key=("admin",))
@@ -37,8 +39,8 @@ BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 class Client:
     """Asks either front."""
 
-    def __init__(self, urls: list[str], http: aiohttp.ClientSession) -> None:
-        self._urls, self._http = urls, http
+    def __init__(self, fronts: LocalFronts, http: aiohttp.ClientSession) -> None:
+        self.servers, self._urls, self._http = fronts.servers, fronts.urls, http
 
     async def ask(self, front: int, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         method, url = "GET" if body is None else "POST", self._urls[front] + path
@@ -60,7 +62,7 @@ async def served(
         local_fronts([small, large], config, models=list(SCRIPTS)) as fronts,
         aiohttp.ClientSession() as http,
     ):
-        yield Client(fronts.urls, http), [small, large]
+        yield Client(fronts, http), [small, large]
 
 
 def text_of(model: str) -> str:
@@ -86,7 +88,13 @@ async def test_the_models_are_those_of_all_fronts_and_others_are_refused_by_nami
     async with served() as (client, _):
         for front in (0, 1):
             _, listed = await client.ask(front, "/v1/models")
-            assert {row["id"] for row in listed["data"]} == set(SCRIPTS)
+            assert [row["id"] for row in listed["data"]] == list(SCRIPTS), "in one order at all fronts"
+            for path in ("/api/tags", "/api/ps"):
+                _, listed = await client.ask(front, path)
+                assert [row["name"] for row in listed["models"]] == [f"{name}:latest" for name in SCRIPTS]
+            for field in ("model", "name"):
+                status, shown = await client.ask(front, "/api/show", {field: "org/large"})
+                assert status == 200 and "FROM org/large" in shown["modelfile"]
             for model in SCRIPTS:
                 assert (await client.ask(front, f"/v1/models/{model}"))[1]["id"] == model
             for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", {"messages": []})):
@@ -129,7 +137,7 @@ async def test_a_key_has_one_keeper_among_the_fronts_of_its_model_also_while_one
     async with AsyncExitStack() as stack, aiohttp.ClientSession() as http:
         engines = [await stack.enter_async_context(ScriptedEngine(SMALL, SCRIPTS[name])) for name in names]
         fronts = await stack.enter_async_context(local_fronts(engines, CONFIG, models=names))
-        client = Client(fronts.urls, http)
+        client = Client(fronts, http)
 
         async def ids(front: int) -> list[str]:
             body = BODY | {"model": "org/large", "max_tokens": 1}
@@ -181,6 +189,31 @@ def test_metrics_of_engines_are_told_apart_by_their_models() -> None:
         'millrace:engine_expected_cached_tokens_total{engine="m/0"}',
         'millrace:engine_expected_cached_tokens_total{engine="n/0"}',
     }, "as long as the fronts of one model have told nothing, too"
+
+
+@on_loop
+async def test_what_is_about_all_models_does_without_one_that_waits_for_its_engine() -> None:
+    async with served() as (client, engines):
+        client.servers[1].service.engine = None
+        for front in (0, 1):
+            status, listed = await client.ask(front, "/v1/models")
+            assert status == 200 and [row["id"] for row in listed["data"]] == ["small"]
+            status, found = await client.ask(front, "/admin/cache/reset", {}, Authorization="Bearer admin")
+            assert (status, found) == (200, {"freed_blocks": 0})
+        client.servers[0].service.engine = None
+        assert (await client.ask(0, "/v1/models"))[0] == 503
+        for server, engine in zip(client.servers, engines, strict=True):
+            server.service.engine = engine
+
+
+@on_loop
+async def test_a_body_beyond_the_limits_of_json_is_not_parsed_for_its_model() -> None:
+    class Read(dict[Any, bytes]):
+        content_type = "application/json"
+
+    for num_arrays, model in ((MAX_CONTAINERS - 2, "large"), (MAX_CONTAINERS, None)):
+        request: Any = Read({BODY_READ: b'{"model": "large", "x": [' + b",".join([b"[]"] * num_arrays) + b"]}"})
+        assert await model_in(request, "/v1/completions", CONFIG) == model, "its parser would hold up all streams"
 
 
 @on_loop

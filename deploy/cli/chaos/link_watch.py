@@ -85,12 +85,16 @@ class LinkHistory:
 
 
 class SpanWatch:
-    """See `ConnectionWatch`: reads the frames of one connection, behind the proof of the key."""
+    """See `ConnectionWatch`: reads the frames of one connection, behind the proof of the key.
+
+    A connection is a link once the engine has proven its key, which it does to an end with the key alone: what
+    strangers send to the relay's port is none of the fleet's frames.
+    """
 
     def __init__(self, history: LinkHistory, clock: AwakeClock, front: str, engine: str) -> None:
         self._history, self._clock = history, clock
         self._span = LinkSpan(front, engine, clock.now())
-        history.spans.append(self._span)
+        self._is_link, self._doubt = False, ""
         self._readers: dict[Way, FrameReader] = {"up": FrameReader(), "down": FrameReader()}
         self._to_skip: dict[Way, int] = {"up": HANDSHAKE_BYTES, "down": HANDSHAKE_BYTES}
         self._names: dict[Way, list[str]] = {"up": [], "down": []}  # of types, by tag
@@ -98,6 +102,10 @@ class SpanWatch:
     def passed(self, way: Way, data: bytes) -> None:
         skipped = min(self._to_skip[way], len(data))
         self._to_skip[way] -= skipped
+        if not self._is_link and not self._to_skip["down"]:
+            self._is_link = True
+            self._history.spans.append(self._span)
+            self._history.broken.extend([self._doubt] if self._doubt else [])
         if skipped == len(data):
             return
         reader = self._readers[way]
@@ -106,7 +114,8 @@ class SpanWatch:
             while (frame := reader.next()) is not None:
                 self._take(way, frame[0], frame[2])
         except (LinkError, ValueError, LookupError, TypeError) as error:
-            self._history.broken.append(f"link {self._span.front}-{self._span.engine}: {way}: {error}")
+            self._doubt = f"link {self._span.front}-{self._span.engine}: {way}: {error}"
+            self._history.broken.extend([self._doubt] if self._is_link else [])
             self._to_skip[way] = 1 << 62
 
     def closed(self) -> None:

@@ -56,7 +56,12 @@ def test_a_watch_knows_which_request_is_where_from_bytes_in_any_pieces() -> None
     assert history.violations() == []
     other = SpanWatch(history, AwakeClock(), "front0", "engine0")
     other.passed("up", PROOF + b"no frame at all, but 16 bytes or more")
+    other.passed("down", PROOF[:-1])
+    assert history.violations() == [] and history.spans == [span], "a stranger: the engine has not proven its key"
+    other.passed("down", PROOF[-1:])
     assert "link front0-engine0: up: a frame begins with" in history.violations()[0]
+    other.passed("down", b"no frame either, and 16 bytes or more")
+    assert [one.split(": ")[1] for one in history.violations()] == ["up", "down"]
 
 
 def fields_of(data: bytes) -> dict[str, list[str]]:

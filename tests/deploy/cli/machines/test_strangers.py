@@ -218,8 +218,9 @@ def test_strangers_at_every_port_of_a_server_are_refused_and_cost_little(kind: s
             with pytest.raises(TimeoutError), socket.create_connection(("127.0.0.1", port), 1.0):
                 pass
         attack(server.address, b"GET /health HTTP/1.1\r\nX-A: ", assert_refused, seed)
-        for path in ("/v1/completions", "/v1/stream", "/dashboard/feed", "/metrics", "/admin/trace"):
+        for path in ("/v1/completions", "/v1/stream", "/metrics", "/admin/trace"):
             assert server.get(path, {"Authorization": "Bearer wrong"}).status in (401, 405), path
+        assert server.get("/dashboard/feed").status == 426, "its key comes in a WebSocket's first message"
         assert text(server) == due
         assert resident_mib(pid) - before[0] < MOST_MIB * len(before[1])
         for one, files in before[1].items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..messages import TokenRequest
 from ..routing.router import RoutedRequest
@@ -31,6 +31,7 @@ class CoreSet:
         self.cores, self._table, self._router = cores, table, router
         self._traffic = FleetTraffic() if traffic is None else traffic
         self.only: EngineCore | None = None  # that gets all requests, during its warm-up
+        self.on_waiting: Callable[[], object] = lambda: None  # a request waits in the table, to be sent as others go on
         self.next_change = asyncio.Event()
         for core in cores:
             core.requests.on_room = self.note_change
@@ -43,11 +44,18 @@ class CoreSet:
     def place(self, prompt: TokenRequest) -> bool:
         """Sends a prompt where the others of its request are, or to the process that the router chooses.
 
-        False if no process takes it now. A prompt whose request waits to be resumed waits with it.
+        False if no process takes it now. A prompt whose request waits to be resumed waits with it, and so does a step
+        of a beam search that no process with the search's model takes: those behind it may go to others.
         """
         routed, loads, split = None, list[CoreLoad](), None
         if prompt.request_id not in self._table:
-            cores, split = self._traffic.choose(prompt, self._candidates(adapter_of(prompt)))
+            adapter, model = adapter_of(prompt), self._table.model_of(prompt.request_id)
+            taking = self._candidates(adapter, model)
+            if not taking and model is not None and self._candidates(adapter):
+                self._table.sent(prompt, None)
+                self.on_waiting()
+                return True
+            cores, split = self._traffic.choose(prompt, taking)
             if not (loads := self._loads(cores)):
                 return False
             routed = None if self._router is None else self._router.routed(prompt)
@@ -65,8 +73,8 @@ class CoreSet:
         return is_sent
 
     def send(self, prompt: TokenRequest, core: EngineCore, routed: RoutedRequest | None = None) -> bool:
-        """Sends a prompt to one process. False if that does not take it now."""
-        is_sent = core.is_serving and core.requests.try_send(prompt)
+        """Sends a prompt to one process. False if that does not take it now, or has another model than its request."""
+        is_sent = core.is_serving and self.fits(prompt.request_id, core) and core.requests.try_send(prompt)
         if is_sent:
             self._table.note_model(prompt.request_id, core.model_digest)
         if is_sent and self._router is not None:
@@ -79,8 +87,12 @@ class CoreSet:
 
     def choose(self, adapter: str, model: str | None = None) -> EngineCore | None:
         """The process in which a request goes on, with the adapter and model of these digests; None: none has room."""
-        index = choose(self._loads([core for core in self._candidates(adapter) if has_model(core, model)]))
+        index = choose(self._loads(self._candidates(adapter, model)))
         return None if index is None else self.cores[index]
+
+    def fits(self, request_id: str, core: EngineCore) -> bool:
+        """Whether a process has the model that a request stays with."""
+        return has_model(core, self._table.model_of(request_id))
 
     def stands_in(self, core: EngineCore) -> bool:
         """Whether another process takes requests that this one has begun."""
@@ -91,10 +103,10 @@ class CoreSet:
         serving = self.serving()
         return bool(serving) and not any(has_model(core, model) for core in serving)
 
-    def _candidates(self, adapter: str) -> Sequence[EngineCore]:
-        """Those that may get a request with this adapter now."""
+    def _candidates(self, adapter: str, model: str | None = None) -> Sequence[EngineCore]:
+        """Those that may get a request with this adapter and model now. Silent ones only if there are no others."""
         cores = self.cores if self.only is None else (self.only,)
-        with_room = [core for core in cores if self.has_room(core) and has_adapter(core, adapter)]
+        with_room = [core for core in cores if self.has_room(core) and can_run(core, adapter, model)]
         with_room = self._of_clients(with_room)
         return [core for core in with_room if not core.is_silent] or with_room
 

@@ -22,6 +22,7 @@ from ..engine.core import EngineSetup, check_num_engines
 from ..engine.engine_status import BlockStatus, CoreReport
 from ..engine.wiring import CLASSES, LoadedText, sketch
 from ..errors import ConfigError
+from ..exit.outboxes import Outboxes
 from ..grammar.compiled import Grammars
 from ..intake.admission import EngineQueues
 from ..outputs import ModelInfo
@@ -174,6 +175,7 @@ class FleetProcesses:
             copies.note_sent = lambda core, prompt: self.router.note_copy(core.index, prompt)
             copies.decode = lambda token_ids: loaded.tokenizer.decode(token_ids)
         self.table.on_attempt = self._front.exit.note_attempt
+        self.table.search_of = partial(_search_of, self._front.exit)
         return self._front
 
     def _queues(self, num_admitted: int, max_waiting: int) -> EngineQueues | None:
@@ -210,6 +212,7 @@ class FleetProcesses:
         env = self._setup.env
         resuming = self.resuming = Resuming(env, self._setup.config, self.table, self._set, front.exit)
         resuming.start()
+        self._set.on_waiting = resuming.wake
 
         def make_keeper(core: EngineCore) -> CoreKeeper:
             return CoreKeeper(
@@ -449,6 +452,12 @@ class FleetProcesses:
             }
             for core in self._present
         ]
+
+
+def _search_of(exit: Outboxes, request_id: str) -> str | None:
+    """The live beam search that a request is a step of."""
+    search = None if (outbox := exit.live.get(request_id)) is None else outbox.request.parent_id
+    return search if search in exit.live else None
 
 
 def _state(core: EngineCore) -> str:

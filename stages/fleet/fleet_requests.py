@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..messages import TokenRequest
-from ..split.inflight_requests import FIRST_COPY_ID, SUSPICIOUS_DEATHS, InflightRequest, InflightRequests
+from ..split.inflight_requests import (
+    FIRST_COPY_ID,
+    SUSPICIOUS_DEATHS,
+    InflightRequest,
+    InflightRequests,
+    RequestModel,
+)
 from .dispatcher import CoreLoad, work_of
 
 
@@ -42,22 +48,30 @@ class FleetRequests(InflightRequests):
 
     Of many suspects, those that had made tokens are tried several at a time: few processes die of a request so late.
     If one does in such a trial, each of these is tried alone, and a third process may die of the one that is guilty.
+
+    A request stays with the model that began it, and a beam search with that of its first step, for all its prompts.
     """
 
     def __init__(self, num_cores: int) -> None:
         super().__init__()
         self._work = [CoreWork() for _ in range(num_cores)]  # by core
         self.on_attempt: Callable[[str], object] = str  # called with each request that is sent to a process, or again
+        self.search_of: Callable[[str], str | None] = lambda request_id: None  # the live search that a step is of
+        self._searches: dict[str, RequestModel] = {}  # by request id of the search
         self._blamed: dict[int, list[tuple[InflightRequest, int, int]]] = {}  # by core: what its last death added
 
     def sent(self, request: TokenRequest, core: int | None = 0) -> None:
         if request.first_sequence_id >= FIRST_COPY_ID:
             return
-        before = self.core_of(request.request_id)
+        before, is_new = self.core_of(request.request_id), request.request_id not in self._live
         super().sent(request, core)
         live = self._live.get(request.request_id)
         if live is None:
             return
+        if is_new:
+            if (search := self.search_of(request.request_id)) is not None:
+                live.model = self._searches.setdefault(search, live.model)
+            live.model.requests.append(live)
         if before is not None and before != core:
             self._work[before].drop(request.request_id)
         if core is not None:
@@ -68,9 +82,12 @@ class FleetRequests(InflightRequests):
             work.set(request.request_id, work_of(request) if of_one else sum(map(work_of, live.prompts)))
 
     def forget(self, request_id: str) -> bool:
-        core = self.core_of(request_id)
-        if core is not None:
-            self._work[core].drop(request_id)
+        self._searches.pop(request_id, None)
+        if (live := self._live.get(request_id)) is not None:
+            live.model.requests.remove(live)
+            live.model.has_ended_steps = True
+            if live.core is not None:
+                self._work[live.core].drop(request_id)
         return super().forget(request_id)
 
     def load_of(self, core: int) -> CoreLoad:
@@ -95,13 +112,16 @@ class FleetRequests(InflightRequests):
 
     def note_model(self, request_id: str, model: str) -> None:
         """A request was sent to an engine with the model of this digest: its answers stay with that model."""
-        if (live := self._live.get(request_id)) is not None and live.model is None:
-            live.model = model
+        if (live := self._live.get(request_id)) is not None and live.model.digest is None:
+            live.model.digest = model
 
     def model_of(self, request_id: str) -> str | None:
-        """The digest of the model that computes a request's answers; None: none has begun, so that any may."""
-        live = self._live.get(request_id)
-        return None if live is None else live.model
+        """The digest of the model that a request stays with, also of one that was not sent yet; None: any may be."""
+        if (live := self._live.get(request_id)) is not None:
+            return live.model.digest
+        if not self._searches or (search := self.search_of(request_id)) not in self._searches:
+            return None
+        return self._searches[search].digest
 
     def orphans(self) -> tuple[list[str], list[str]]:
         """The requests in no process: (those that are suspects, the youngest first; the others, the oldest first)."""
@@ -169,10 +189,17 @@ class FleetRequests(InflightRequests):
         there = [self._live[request_id] for request_id in self._work[core].by_request]
         for live in there:
             live.core = None
-            if live.model is not None and not self._has_come_to_clients(live):
-                live.model = None
+        for live in there:
+            if not self._is_bound(live.model):
+                live.model.digest = None
         self._work[core].clear()
         return there
+
+    def _is_bound(self, model: RequestModel) -> bool:
+        """Whether anything of it has come, or may still come: of a search, from any of its steps."""
+        if model.has_ended_steps:
+            return True
+        return any(live.core is not None or self._has_come_to_clients(live) for live in model.requests)
 
     def _has_come_to_clients(self, live: InflightRequest) -> bool:
         """Whether anything of its answers may have: tokens, a whole answer, or log-probabilities of a prompt."""

@@ -17,6 +17,10 @@ from .fleet_requests import FleetRequests
 
 ALONE_S = 30.0  # that a request waits for an engine with its model, while there are others
 LOOK_S = 0.005  # between two looks at a trial
+LEFT_ALONE = (
+    "no engine that takes requests has had the model that began it for {:g} s, and no other model goes on with it; "
+    "send it again"
+)
 SPARE_STEPS = 2  # that an engine process may be ahead of what it has sent, besides those in flight
 
 log = get_logger("millrace.stages")
@@ -86,8 +90,7 @@ class Resuming:
         over = {model for model, since_s in self._alone_since_s.items() if now_s - since_s >= ALONE_S}
         for request_id in waiting:
             if self._table.model_of(request_id) in over:
-                message = f"the engine that computed it has gone, and no other one has had its model for {ALONE_S:g} s"
-                self._exit.fail(request_id, Failed(message, code="engine_died"))
+                self._exit.fail(request_id, Failed(LEFT_ALONE.format(ALONE_S), code="engine_died"))
 
     async def _resume_others(self) -> None:
         """Sends the requests that are no suspects to the processes with the least work, those that find one."""
@@ -124,13 +127,15 @@ class Resuming:
             if not core.is_serving or core.is_draining:
                 return False
             await self._cores.wait()
+        if not self._cores.fits(request_id, core):  # another step of its search was sent meanwhile
+            return False
         # read only now: until the first is sent, prompts of the request join it in the table
         prompts = self._table.prompts_to_resume(request_id, self._exit.awaits)
         if not prompts:
             self._table.assign(request_id, core.index)
         for prompt in prompts:
             while not self._cores.send(prompt, core):
-                if not core.is_serving:
+                if not core.is_serving or not self._cores.fits(request_id, core):
                     return False
                 await self._cores.wait()
                 if not self._exit.is_live(request_id):

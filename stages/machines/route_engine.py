@@ -58,10 +58,10 @@ class RouteEngine(Engine):
         super().__init__(config, core=core, **options)
 
 
-async def look_at_all(peers: Sequence[EnginePeer]) -> list[EngineReady]:
-    """What the engines are, once all can be reached. Raises `ConfigError` if they differ."""
+async def look_at_all(peers: Sequence[EnginePeer], rules: TrafficRules | None = None) -> list[EngineReady]:
+    """What the engines are, once all can be reached. Raises `ConfigError` if they differ, as `check_alike`."""
     ready = await asyncio.gather(*map(look_at, peers))
-    check_alike([peer.name for peer in peers], ready)
+    check_alike([peer.name for peer in peers], ready, rules)
     return ready
 
 

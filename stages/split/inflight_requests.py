@@ -22,10 +22,19 @@ Columns = tuple[NDArray[np.int64], Indices, Indices]  # (sequence ids, places, t
 
 
 @dataclass(slots=True, eq=False)
+class RequestModel:
+    """The model that computes a request's answers. All steps of a beam search have the same one."""
+
+    digest: str | None = None  # None: none has begun, so that any may
+    has_ended_steps: bool = False  # of a search: it has used what they brought
+    requests: list[InflightRequest] = field(default_factory=list)  # those that have not ended
+
+
+@dataclass(slots=True, eq=False)
 class InflightRequest:
     prompts: list[TokenRequest] = field(default_factory=list)
     core: int | None = 0  # index of the engine process that it was sent to; None: of none, since the last one died
-    model: str | None = None  # the digest of the model that computes its answers; None: none has begun
+    model: RequestModel = field(default_factory=RequestModel)
     num_deaths: int = 0  # of engine processes that ran it
     num_deaths_unrun: int = 0  # of those that had it and did not run it yet
     num_deaths_passed: int = 0  # `num_deaths` at its last passed trial

@@ -12,6 +12,7 @@ from pytest import MonkeyPatch
 
 from millrace.runtime.channel import Channel
 from millrace.runtime.processes.frames import LinkError
+from millrace.stages.fleet import fleet_processes
 from millrace.stages.fleet.fleet_requests import FleetRequests
 from millrace.stages.fleet.merged_channel import CoreEnd, CoreTokens, MergedChannel
 from millrace.stages.fleet.resuming import Resuming
@@ -21,6 +22,7 @@ from millrace.stages.split.remote_core import RemoteCore
 from tests.simulation.fleet import run_fleet_seed
 from tests.simulation.machines import run_machines_seed
 from tests.simulation.planting import Bug, changed
+from tests.simulation.traffic import run_traffic_seed
 
 
 def resumed_from_the_start() -> AbstractContextManager[None]:
@@ -175,6 +177,12 @@ def silent_link_left_open() -> AbstractContextManager[None]:
     return changed(EngineClient, "leave", change)
 
 
+def searches_not_pinned() -> AbstractContextManager[None]:
+    """Each step of a beam search goes to any model, as a request of its own."""
+    return changed(fleet_processes, "_search_of", lambda search_of: lambda exit, request_id: None)
+
+
+TRAFFIC_BUGS: dict[str, Bug] = {searches_not_pinned.__name__: searches_not_pinned}
 MACHINE_BUGS: dict[str, Bug] = {silent_link_left_open.__name__: silent_link_left_open}
 FLEET_BUGS: dict[str, Bug] = {
     bug.__name__: bug
@@ -196,7 +204,8 @@ FLEET_BUGS: dict[str, Bug] = {
 def find_fleet_bug(name: str, seeds: Iterable[int]) -> tuple[int, str] | None:
     """The first seed that finds the planted bug, and what it says; or None."""
     run_seed = run_machines_seed if name in MACHINE_BUGS else run_fleet_seed
-    with (FLEET_BUGS | MACHINE_BUGS)[name]():
+    run_seed = run_traffic_seed if name in TRAFFIC_BUGS else run_seed
+    with (FLEET_BUGS | MACHINE_BUGS | TRAFFIC_BUGS)[name]():
         for seed in seeds:
             try:
                 run_seed(seed)

@@ -108,6 +108,7 @@ class Machine:
             server._instance = f"{self._index}/{number}"  # the env's secrets are alike in all processes
             try:
                 await server.start()
+                server._files = {**server._files, **self._world.files_of(self._index)}
                 self.process, self.ends, self.is_killed = server, [], False
                 await self._serve(server)
             except OSError:
@@ -147,6 +148,10 @@ class MachinesWorld(FleetWorld):
         """What the operator says of an engine."""
         return {}
 
+    def files_of(self, index: int) -> dict[str, str]:
+        """Digests of files that are other ones in an engine."""
+        return {}
+
     async def live(self) -> Report:
         with _on_machines(self.env):
             count = self.setup.config.data_parallel_size
@@ -154,7 +159,7 @@ class MachinesWorld(FleetWorld):
             machines = [Machine(self, index) for index in range(count)]
             self.children = cast(Any, machines)
             try:
-                ready = await look_at_all(machines)
+                ready = await look_at_all(machines, self.rules)
                 config = front_config(self.setup.config, ready)
                 members, parts = Members.of(machines), {"read_text": self._read_text, "traffic": self.rules}
                 made = RouteEngine(config, members, KEY, env=self.env, **parts)

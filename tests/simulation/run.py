@@ -23,7 +23,7 @@ from itertools import product
 
 from millrace.runtime.simulation.run import SimResult
 from tests.simulation.fleet import run_fleet_seed
-from tests.simulation.fleet_bugs import FLEET_BUGS, MACHINE_BUGS, find_fleet_bug
+from tests.simulation.fleet_bugs import FLEET_BUGS, MACHINE_BUGS, TRAFFIC_BUGS, find_fleet_bug
 from tests.simulation.machines import run_machines_seed
 from tests.simulation.minimise import Part, minimise
 from tests.simulation.setups import FAULTS, SETTLE_FAULT, Setup, draw_setup, in_lanes, on_streams
@@ -55,7 +55,8 @@ def main() -> int:
         first, count = (options.first, options.seeds) if options.seed is None else (options.seed, 1)
         seeds = range(first, first + count)
         if options.bugs is not None:
-            return find_fleet_bugs(options.bugs or list(MACHINE_BUGS if options.machines else FLEET_BUGS), seeds)
+            every = TRAFFIC_BUGS if options.traffic else MACHINE_BUGS if options.machines else FLEET_BUGS
+            return find_fleet_bugs(options.bugs or list(every), seeds)
         run_one_fleet = run_machines_seed if options.machines else run_fleet_seed
         run_one_fleet = run_traffic_seed if options.traffic else run_one_fleet
         return run_fleets(seeds, options.max_failures, run_one_fleet, is_traced=options.trace)

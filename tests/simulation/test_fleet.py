@@ -15,7 +15,7 @@ import pytest
 
 from tests.counts import count
 from tests.simulation.fleet import POISON, STRIKES, run_fleet_seed
-from tests.simulation.fleet_bugs import FLEET_BUGS, MACHINE_BUGS, find_fleet_bug
+from tests.simulation.fleet_bugs import FLEET_BUGS, MACHINE_BUGS, TRAFFIC_BUGS, find_fleet_bug
 from tests.simulation.machines import run_machines_seed
 from tests.simulation.traffic import run_traffic_seed
 
@@ -25,7 +25,7 @@ IS_FULL = bool(os.environ.get("MILLRACE_FULL"))
 NUM_SEEDS = count(5, 500)
 NUM_MACHINE_SEEDS = count(3, 500)
 NUM_TRAFFIC_SEEDS = count(1, 500)
-FIRST_TRAFFIC_SEED = 10  # which sends copies
+FIRST_TRAFFIC_SEED = 11  # which sends copies, and has two models
 MAX_SEEDS_TO_FIND = 1_000
 FOUND_BY = {  # seeds that found the bug at the last search, tried first
     "resumed_from_the_start": (1,),
@@ -35,8 +35,9 @@ FOUND_BY = {  # seeds that found the bug at the last search, tried first
     "all_suspects_at_once": (9,),
     "noted_when_merged": (21,),
     "merged_by_core": (80,),
+    "searches_not_pinned": (5,),
 }
-IN_CI = ("resumed_from_the_start", "slots_not_shifted")
+IN_CI = ("resumed_from_the_start", "slots_not_shifted", "searches_not_pinned")
 ROOT = Path(__file__).parents[2]
 
 
@@ -66,7 +67,7 @@ def test_every_seed_of_a_split_and_a_shadow_keeps_the_invariants() -> None:
         assert states["copies"] > NUM_TRAFFIC_SEEDS and states["moved"] > NUM_TRAFFIC_SEEDS // 100, dict(states)
 
 
-@pytest.mark.parametrize("name", [*FLEET_BUGS, *MACHINE_BUGS] if IS_FULL else IN_CI)
+@pytest.mark.parametrize("name", [*FLEET_BUGS, *MACHINE_BUGS, *TRAFFIC_BUGS] if IS_FULL else IN_CI)
 def test_a_bug_planted_into_a_fleet_is_found(name: str) -> None:
     found = find_fleet_bug(name, (*FOUND_BY.get(name, ()), *range(MAX_SEEDS_TO_FIND)))
     assert found is not None, f"{name} stayed hidden for {MAX_SEEDS_TO_FIND} seeds"

@@ -178,6 +178,55 @@ def test_a_request_stays_with_its_model_once_anything_of_it_has_come(is_planned:
     assert not cores.is_hopeless(None) and cores.is_hopeless("v1")
 
 
+def searching(table: FleetRequests) -> None:
+    """From now on a request whose name begins with `s/` is a step of the search s."""
+    table.search_of = lambda request_id: "s" if request_id.startswith("s/") else None
+
+
+def test_a_step_waits_for_the_model_of_its_search_and_lets_others_pass() -> None:
+    cores, table, (a, b) = fleet(2, capacity=1)
+    a.model_digest, b.model_digest = "v1", "v2"
+    searching(table)
+    waiting: list[str] = []
+    cores.on_waiting = lambda: waiting.append("a step")
+    assert cores.place(token_request("s/0.0", 0)) and a.sent == ["s/0.0"]
+    for index in range(2):
+        assert cores.place(token_request("s/1.0", 1 + index, index=index)) and table.core_of("s/1.0") is None
+    assert waiting == ["a step"] and [prompt.prompt_index for prompt in table.prompts_to_resume("s/1.0", bool)] == [
+        0,
+        1,
+    ]
+    assert not cores.send(token_request("s/2.0", 3), b), "to the other model never, however it is chosen"  # type: ignore[arg-type]
+    assert cores.place(token_request("r", 4)) and b.sent == ["r"]
+    assert cores.choose("", table.model_of("s/1.0")) is None
+    a.requests.pay(1)
+    assert cores.choose("", table.model_of("s/1.0")) is a
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_search_is_free_of_its_model_only_while_nothing_of_any_step_can_come(is_planned: bool) -> None:
+    cores, table, (a, b, c) = fleet(3)
+    a.model_digest = b.model_digest = "v1"
+    c.model_digest = "v2"
+    searching(table)
+    end = table.note_departure if is_planned else table.note_death
+    for number, core in enumerate((a, b)):
+        assert cores.send(token_request(f"s/{number}.0", number), core)  # type: ignore[arg-type]
+    end(0)
+    assert table.model_of("s/0.0") == table.model_of("s/2.0") == "v1", "the other step may bring tokens"
+    end(1)
+    assert table.model_of("s/0.0") is table.model_of("s/1.0") is table.model_of("s/2.0") is None
+    for number in range(2):
+        assert cores.send(token_request(f"s/{number}.0", number, generated={}), c)  # type: ignore[arg-type]
+    table.note(tokens(0, [(0, 0, 7)], over=(0,)))
+    table.forget("s/0.0")
+    end(2)
+    assert table.model_of("s/1.0") == table.model_of("s/0.1") == "v2", "the search has used a step of it"
+    table.forget("s/1.0")
+    table.forget("s")
+    assert table.model_of("s/0.2") is None and not table._searches
+
+
 def test_the_request_on_trial_when_a_second_core_dies_is_guilty_and_its_neighbours_are_not() -> None:
     cores, table, (a, b) = fleet(2)
     for number in range(4):

@@ -100,7 +100,7 @@ def test_answers_whose_model_does_not_come_back_end_and_others_do_not(monkeypatc
             lost = asyncio.ensure_future(answer(engine, "lost", LONG))
             await until(lambda: num_begun(engine) == 1)
             await machines.stop("b")
-            with pytest.raises(Failed, match="no other one has had its model") as failed:
+            with pytest.raises(Failed, match="no other model goes on with it; send it again") as failed:
                 await lost
             assert failed.value.code == "engine_died"
             assert await answer(engine, "new") == expected("new")

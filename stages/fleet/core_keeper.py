@@ -19,6 +19,7 @@ from .fleet_requests import FleetRequests
 NUM_AT_ONCE = 2  # deaths in a row after each of which a successor is started at once
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0  # before a start after more of them: each pause is twice the last one
 HEALTHY_S = 1.0  # life that ends a row of deaths; a process whose start took longer must have lived longer than that
+HEALTHY_LINK_S = 10.0  # likewise, of a connection to an engine elsewhere: its start takes no time
 DOUBT_S = 5.0  # for a connection to be there again after its end, before that counts as the end of the engine
 FIRST_RETRY_S, LONGEST_RETRY_S = 60.0, 300.0  # between two starts of a process that was given up
 
@@ -28,25 +29,35 @@ log = get_logger("millrace.stages")
 class RestartPauses:
     """How long to wait before a process is started again: longer with each death that came soon after its start.
 
-    So restarts take at most about half of the time. Does not depend on a clock: callers tell the times.
+    So restarts take at most about half of the time. A connection to an engine elsewhere counts as a process. Does not
+    depend on a clock: callers tell the times.
     """
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, healthy_s: float = HEALTHY_S) -> None:
         self.num_retries = 0  # starts after it was given up, since it last was healthy
+        self._healthy_s = healthy_s
         self._num_deaths = 0  # in a row
-        self._ready_s, self._start_s = now_s, 0.0  # when the last start was over, and how long it took
+        self._ready_s: float | None = None  # when the last start was over; None: nothing lives
+        self._start_s = 0.0  # how long it took
 
     def note_ready(self, now_s: float, start_s: float) -> None:
         """A process serves; its start took `start_s`."""
         self._ready_s, self._start_s = now_s, start_s
 
     def note_death(self, now_s: float) -> float:
-        """The process has ended. Returns the pause before the next start."""
-        if now_s - self._ready_s >= max(HEALTHY_S, self._start_s):
+        """The process has ended, by plan or not. Returns the pause before the next start; 0 if none had started."""
+        if self._ready_s is None:
+            return 0.0
+        if now_s - self._ready_s >= max(self._healthy_s, self._start_s):
             self._num_deaths = self.num_retries = 0
-        self._num_deaths += 1
-        num_pauses = self._num_deaths - NUM_AT_ONCE
+        self._num_deaths, self._ready_s = self._num_deaths + 1, None
+        num_pauses = self.num_pauses
         return 0.0 if num_pauses <= 0 else min(FIRST_BACKOFF_S * 2.0 ** min(num_pauses - 1, 10), LONGEST_BACKOFF_S)
+
+    @property
+    def num_pauses(self) -> int:
+        """In this row of deaths; 0 or less: there was none."""
+        return self._num_deaths - NUM_AT_ONCE
 
     def next_retry_s(self) -> float:
         """The pause before the next start of a process that was given up."""
@@ -61,7 +72,7 @@ class CoreKeeper(ProcessKeeper):
     that has brought tokens do not count as those that give it up: its requests have come further, elsewhere. Nor does
     the end of a connection to one that lives. With `on_given_up` the engine ends all requests if this was the last
     process. One that was given up is tried again every few minutes. `start` without a client starts the first process,
-    too.
+    too. `pauses` are those of the place of the process, which may have had other keepers.
     """
 
     def __init__(
@@ -76,17 +87,20 @@ class CoreKeeper(ProcessKeeper):
         on_orphans: Callable[[], object],
         on_ready: Callable[[], object],
         on_given_up: Callable[[Health], object],
+        pauses: RestartPauses | None = None,
     ) -> None:
         super().__init__(env, table, core.requests, exit, start_process, on_death, engine=core.index)
         self._core, self._fleet_table = core, table
         self._doubted: str | None = None  # the request that ended the engine, if the engine has ended
         self._on_orphans, self._on_ready, self._on_given_up = on_orphans, on_ready, on_given_up
         self._step_at_start = core.last_step
-        self._pauses = RestartPauses(env.now())
+        self._pauses = RestartPauses() if pauses is None else pauses
 
     def start(self, client: EngineClient | None) -> None:
         if client is None:
             self.away = Health("loading", stage="engine", reason="the engine was not reached yet")
+        else:
+            self._pauses.note_ready(self._env.now(), 0.0)
         super().start(client)
 
     async def stop(self) -> None:
@@ -103,7 +117,8 @@ class CoreKeeper(ProcessKeeper):
             client = await self._start_slowly()
 
     async def _join(self) -> EngineClient | None:
-        """Starts the first process. None if that is given up."""
+        """Starts the first process, or the first after one that went by plan. None if that is given up."""
+        await self._wait(self._pauses.note_death(self._env.now()), "by plan")
         start_s = self._env.now()
         client = await self._start()
         if client is not None:
@@ -152,10 +167,13 @@ class CoreKeeper(ProcessKeeper):
     async def _wait(self, pause_s: float, how: str) -> None:
         """Waits before a successor is started, so that a process that ends soon does not only start."""
         if pause_s > 0.0:
-            log.warning("engine_process.backed_off", engine=self._core.index, pause_s=pause_s, how=how)
-            reason = f"engine processes end soon after their start ({how}); the next one starts in {pause_s:g} s"
-            self.away = Health("loading", stage="engine", reason=reason)
+            if self._pauses.num_pauses == 1:  # once in a row of deaths
+                most = {"pause_s": pause_s, "longest_pause_s": LONGEST_BACKOFF_S}
+                log.warning("engine_process.backed_off", engine=self._core.index, how=how, **most)
+            reason = f"engine processes end soon after their start ({how}); the next one starts"
+            self.away = Health("loading", stage="engine", reason=f"{reason} in {pause_s:g} s")
             await self._env.sleep(pause_s)
+            self.away = Health("loading", stage="engine", reason=f"{reason} now")
 
     async def _start_slowly(self) -> EngineClient:
         """Starts a process that was given up, after a pause of minutes, until one is ready."""
@@ -173,6 +191,7 @@ class CoreKeeper(ProcessKeeper):
                 self._note_failed_start(error, attempt)
                 self.away = given_up
                 continue
+            self._failed_start = None
             self._has_started(client, start_s, began_s)
             break
         return client

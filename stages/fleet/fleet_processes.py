@@ -35,7 +35,7 @@ from ..split.process_client import EngineClient
 from ..split.processes import STALL_S, Gone, StartAgain
 from ..split.protocol import EngineReady
 from ..traffic.traffic_rules import TrafficRules
-from .core_keeper import CoreKeeper
+from .core_keeper import HEALTHY_LINK_S, HEALTHY_S, CoreKeeper, RestartPauses
 from .core_set import CoreSet
 from .departures import Departures, DrainOrders
 from .fleet_adapters import FleetAdapters
@@ -105,6 +105,7 @@ class FleetProcesses:
         self._members = set(self.hosts.present())  # places with a process, or that wait for one
         self._leaving: set[int] = set()  # places that become free
         self._make_keeper: Callable[[EngineCore], CoreKeeper] | None = None
+        self._pauses: dict[int, RestartPauses] = {}  # by place, whatever keepers it has had
         self.adapters = FleetAdapters(self.cores, self._core_changed)
 
     @property
@@ -214,6 +215,8 @@ class FleetProcesses:
         resuming.start()
         self._set.on_waiting = resuming.wake
 
+        healthy_s = HEALTHY_LINK_S if self.hosts.outlive_links else HEALTHY_S
+
         def make_keeper(core: EngineCore) -> CoreKeeper:
             return CoreKeeper(
                 env,
@@ -225,6 +228,7 @@ class FleetProcesses:
                 on_orphans=self._core_changed,
                 on_ready=self._core_changed,
                 on_given_up=self._core_given_up,
+                pauses=self._pauses.setdefault(core.index, RestartPauses(healthy_s)),
             )
 
         self._make_keeper = make_keeper
@@ -244,6 +248,7 @@ class FleetProcesses:
 
     def join(self, index: int) -> None:
         self._members.add(index)
+        self._pauses.pop(index, None)  # of the engine that was there before
         self._name(self.cores[index])
         self._keep(self.cores[index])
 

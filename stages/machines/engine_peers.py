@@ -95,7 +95,7 @@ async def look_at(peer: EnginePeer, link_timeout_s: float | None = LINK_TIMEOUT_
         if isinstance(error, AuthError):
             raise ConfigError(f"engine {peer.name}: {error}; give both the same --fleet-key-file")
 
-    pause_s = FIRST_PAUSE_S
+    pause_s, last = FIRST_PAUSE_S, ""
     while True:
         transport = await reached(peer, refuse)
         try:
@@ -104,7 +104,9 @@ async def look_at(peer: EnginePeer, link_timeout_s: float | None = LINK_TIMEOUT_
                 raise ConfigError(f"engine {peer.name} is no `millrace engine`, or of an older version; update it")
             return ready
         except EngineDied as error:
-            log.warning("engine.unreachable", engine=peer.name, reason=str(error))
+            if str(error) != last:
+                log.warning("engine.unreachable", engine=peer.name, reason=str(error))
+                last = str(error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

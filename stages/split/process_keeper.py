@@ -69,6 +69,7 @@ class ProcessKeeper:
         self._on_death = on_death
         self._deaths_s: deque[float] = deque(maxlen=MAX_DEATHS)  # those that no single request explains
         self._task: asyncio.Task[None] | None = None
+        self._failed_start: tuple[str, str] | None = None  # why the last start failed; None: it has not
 
     def start(self, client: EngineClient | None) -> None:
         """Begins to wait for the death of the first process."""
@@ -134,9 +135,12 @@ class ProcessKeeper:
         pause_s = FIRST_PAUSE_S
         for attempt in range(MAX_STARTS):
             try:
-                return await self._start_process()
+                client = await self._start_process()
             except Exception as error:  # no process, thread, file or memory for it, another model, or a bug
                 reason = self._note_failed_start(error, attempt + 1)
+            else:
+                self._failed_start = None
+                return client
             self.away = Health("loading", stage="engine", reason=f"no engine process could be started yet: {reason}")
             if attempt + 1 < MAX_STARTS:
                 await self._env.sleep(pause_s)
@@ -145,16 +149,19 @@ class ProcessKeeper:
         return None
 
     def _note_failed_start(self, error: Exception, attempt: int) -> str:
-        """Logs why a process did not start. Returns it for clients."""
+        """Logs why a process did not start, once for as long as it is the same. Returns it for clients."""
         is_told = isinstance(error, (EngineDied, ConfigError, ModelError, NotServing, OSError))
-        log.error(
-            "engine_process.not_started",
-            engine=self._engine,
-            error=type(error).__name__,
-            reason=str(error),
-            attempt=attempt,
-            exc_info=None if is_told else error,
-        )
+        why = (type(error).__name__, str(error))
+        if why != self._failed_start:
+            log.error(
+                "engine_process.not_started",
+                engine=self._engine,
+                error=why[0],
+                reason=why[1],
+                attempt=attempt,
+                exc_info=None if is_told else error,
+            )
+        self._failed_start = why
         return _for_clients(error)
 
     def _is_worn_out(self) -> bool:

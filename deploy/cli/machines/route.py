@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from ....stages.config import EngineConfig
 from ....stages.engine.engine import Engine
 from ....stages.errors import ConfigError
 from ....stages.machines.connected_hosts import look_at_first
-from ....stages.machines.engine_peers import TcpPeer
+from ....stages.machines.engine_peers import FIRST_PAUSE_S, LONGEST_PAUSE_S, TcpPeer
 from ....stages.machines.engine_sources import certified_name
 from ....stages.machines.membership import Members
 from ....stages.machines.route_engine import RouteEngine, front_config
@@ -74,6 +75,7 @@ class RoutedEngine:
 
     async def __aenter__(self) -> Engine:
         await self._members.open()
+        pause_s, last = FIRST_PAUSE_S, ""
         while True:
             ready = await look_at_first(self._members, self._traffic)
             self._check_names(ready)
@@ -83,7 +85,11 @@ class RoutedEngine:
             try:
                 await engine.__aenter__()
             except EngineDied as error:  # since it was looked at
-                log.warning("engine.lost_at_start", reason=str(error))
+                if str(error) != last:
+                    log.warning("engine.lost_at_start", reason=str(error))
+                    last = str(error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             self._engine = engine
             if self._traffic is not None and engine.traffic is not None:

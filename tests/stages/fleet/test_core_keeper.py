@@ -16,7 +16,7 @@ from millrace.runtime.processes.link_channels import OutboundChannel
 from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.config import EngineConfig
 from millrace.stages.exit.outboxes import Outboxes
-from millrace.stages.fleet.core_keeper import CoreKeeper, RestartPauses
+from millrace.stages.fleet.core_keeper import HEALTHY_LINK_S, CoreKeeper, RestartPauses
 from millrace.stages.fleet.fleet_requests import FleetRequests
 from millrace.stages.split import engine_core
 from millrace.stages.split.process_keeper import MAX_DEATHS, MAX_STARTS
@@ -27,7 +27,7 @@ SICK_S, WELL_S = 0.4, 1.5  # lives: one shorter than is healthy, one longer
 class Kept:
     """An engine process with the index 3, and its keeper. Each process lives `life_s`, and serves if `serves`."""
 
-    def __init__(self, env: SimEnv) -> None:
+    def __init__(self, env: SimEnv, pauses: RestartPauses | None = None) -> None:
         self.env, self.life_s, self.serves = env, SICK_S, True
         self.start_s = 0.0  # that a start takes
         self.num_failures = 0  # starts to come that fail
@@ -46,6 +46,7 @@ class Kept:
             Outboxes(),
             self._start,
             lambda how: died.append(env.now()),
+            pauses=pauses,
             **calls,
         )
         self.keeper.start(self._live())
@@ -70,11 +71,11 @@ class Kept:
         return [round(start - died, 2) for died, start in zip(self.deaths_s[1:], self.starts_s, strict=False)]
 
 
-def simulate(test: Callable[[Kept], Awaitable[None]]) -> list[dict[str, Any]]:
+def simulate(test: Callable[[Kept], Awaitable[None]], pauses: RestartPauses | None = None) -> list[dict[str, Any]]:
     """Runs it; returns the log."""
 
     async def live(env: SimEnv) -> None:
-        kept = Kept(env)
+        kept = Kept(env, pauses)
         try:
             await test(kept)
         finally:
@@ -93,7 +94,8 @@ def test_a_process_that_serves_and_dies_soon_is_started_after_longer_pauses() ->
         assert kept.keeper.away.reason is not None and kept.keeper.away.reason.endswith("starts in 30 s")
 
     lines = simulate(test)
-    assert [line["pause_s"] for line in lines if line["event"] == "engine_process.backed_off"][:2] == [0.5, 1.0]
+    backed_off = [line for line in lines if line["event"] == "engine_process.backed_off"]
+    assert [(line["pause_s"], line["longest_pause_s"]) for line in backed_off] == [(0.5, 30.0)], "once in a row"
     assert {line["engine"] for line in lines if line["event"].startswith("engine_process.")} == {3}
 
 
@@ -109,6 +111,29 @@ def test_a_life_longer_than_the_start_took_ends_the_row_of_deaths() -> None:
         assert 4.0 in kept.pauses_s, "a start that takes longer than its process lives is no healthy one"
 
     simulate(test)
+
+
+def test_a_connection_that_ends_within_seconds_is_made_again_after_longer_pauses() -> None:
+    async def test(kept: Kept) -> None:
+        kept.life_s = HEALTHY_LINK_S / 2
+        await kept.env.sleep(90.0)
+        assert kept.pauses_s[:8] == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
+        kept.life_s = HEALTHY_LINK_S + 0.1
+        await kept.env.sleep(120.0)
+        assert 0.0 in kept.pauses_s[8:] and max(kept.pauses_s) == 30.0, "it had served for a while"
+
+    lines = simulate(test, RestartPauses(HEALTHY_LINK_S))
+    assert sum(line["event"] == "engine_process.backed_off" for line in lines) == 1
+
+
+def test_a_start_that_fails_again_for_the_same_reason_is_logged_once() -> None:
+    async def test(kept: Kept) -> None:
+        kept.num_failures = 3
+        await kept.env.sleep(SICK_S + 10.0)
+        assert len(kept.starts_s) > 3
+
+    lines = simulate(test)
+    assert [line["attempt"] for line in lines if line["event"] == "engine_process.not_started"] == [1]
 
 
 def test_a_process_that_is_given_up_is_tried_again_every_few_minutes_until_it_lives() -> None:
@@ -141,10 +166,17 @@ def test_failed_starts_of_a_process_that_is_given_up_do_not_end_the_tries() -> N
 
 
 def test_pauses_stay_finite_after_any_number_of_deaths() -> None:
-    pauses = RestartPauses(0.0)
-    assert [pauses.note_death(0.0) for _ in range(2_000)][-1] == 30.0
+    pauses = RestartPauses()
+
+    def death(life_s: float) -> float:
+        pauses.note_ready(0.0, 0.0)
+        return pauses.note_death(life_s)
+
+    assert pauses.note_death(0.0) == 0.0, "nothing had started"
+    assert [death(0.0) for _ in range(2_000)][-1] == 30.0
+    assert pauses.note_death(0.0) == 0.0, "it is dead already"
     assert [pauses.next_retry_s() for _ in range(2_000)][-1] == 300.0
-    assert pauses.note_death(5.0) == 0.0 and pauses.num_retries == 0, "it lived for five seconds"
+    assert death(5.0) == 0.0 and pauses.num_retries == 0, "it lived for five seconds"
 
 
 def test_an_engine_that_lives_is_not_given_up_however_often_its_connection_ends() -> None:

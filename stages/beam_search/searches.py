@@ -132,6 +132,8 @@ class BeamSearches:
         while not search.is_over:
             prompts = tuple(Prompt(token_ids=beam.token_ids) for beam in search.live)
             step_id = f"{request.request_id}/{index}.{search.num_tokens}"
+            while step_id in self.exit.live:  # a client has called its request so
+                step_id += "'"
             step = replace(
                 request,
                 request_id=step_id,

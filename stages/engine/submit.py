@@ -19,6 +19,8 @@ from ..tasks import Task, check_task, task_of
 from .gate_waits import trace_shed
 from .wiring import JoinedStages, TextStages
 
+OWN_IDS = ("shadow-", "warm-up")  # how ids of requests begin that engines make
+
 
 @dataclass(frozen=True, slots=True)
 class Submitter:
@@ -28,6 +30,7 @@ class Submitter:
     env: Env
 
     async def submit(self, request: Request, wait: bool, deadline_s: float | None) -> RequestOutbox:
+        _check_id(request)
         with self._turned_away():
             outbox = self.parts.pipeline.open(request, deadline_s=deadline_s)
         assert isinstance(outbox, RequestOutbox)
@@ -74,6 +77,7 @@ class Submitter:
         return adapters
 
     def submit_search(self, request: Request, beams: BeamParams, deadline_s: float | None) -> RequestOutbox:
+        _check_id(request)
         if request.adapter is not None:
             self.adapters().registry.require(request.adapter.name)
         try:
@@ -114,3 +118,9 @@ class Submitter:
         if (text := self.parts.text) is None:
             raise AttributeError("a model that generates nothing has neither grammars nor searches")
         return text
+
+
+def _check_id(request: Request) -> None:
+    if request.request_id.startswith(OWN_IDS):
+        problem = f"must not begin as the engine's own do, with {' or '.join(OWN_IDS)}"
+        raise Refused(field_text("request_id", problem, repr(request.request_id)), param="request_id")

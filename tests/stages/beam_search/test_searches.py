@@ -271,6 +271,18 @@ def test_an_id_that_is_in_use_is_refused_and_the_first_search_goes_on():
     assert [len(one.token_ids) for one in first.outputs] == [9, 9]
 
 
+def test_a_search_goes_on_beside_a_request_with_the_id_of_one_of_its_steps():
+    async def work(engine: ScriptedEngine) -> list[int]:
+        other = asyncio.ensure_future(anext(engine.generate("b", GREEDY, output_kind="final", request_id="s/0.2")))
+        while "s/0.2" not in engine.parts.exit.live:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        output = await engine.beam_search("a", 2, 9, request_id="s")
+        assert not other.done() and len((await other).outputs[0].token_ids) == GREEDY.max_tokens
+        return [len(one.token_ids) for one in output.outputs]
+
+    assert with_engine(work, step_s=0.0005) == [9, 9]
+
+
 def test_what_fails_in_a_step_fails_the_search_and_leaves_nothing():
     async def work(engine: ScriptedEngine) -> Any:
         asking = asyncio.ensure_future(engine.beam_search("a", 2, 50))

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from millrace.runtime.env.log import captured_logs
+from millrace.stages.beam_search.algorithm import BeamParams
 from millrace.stages.engine.engine import Engine
+from millrace.stages.errors import Refused
 from millrace.stages.fleet.traffic.shadow_copies import without_copies
 from millrace.stages.machines.engine_server import EngineServer
 from millrace.stages.machines.engine_sources import FixedAddress
-from millrace.stages.messages import Started
+from millrace.stages.messages import Prompt, Request, Started
 from millrace.stages.split.inflight_requests import FIRST_COPY_ID
 from millrace.stages.step_messages import PromptProgress
 from millrace.stages.testing.scripted.script import Script
@@ -194,3 +196,17 @@ def test_rows_of_copies_are_taken_out_of_a_step() -> None:
 def test_a_shadow_is_read_as_a_split_is(text: str) -> None:
     with pytest.raises(Exception, match="--shadow version=v2.*NAME=VALUE:PERCENT"):
         TrafficRules.parse(None, text)
+
+
+@with_machines
+async def test_no_request_of_a_client_has_the_id_of_a_copy_or_a_warm_up(machines: ScriptedMachines) -> None:
+    await start_both(machines)
+    async with machines.front(A, B, traffic=ALL) as engine:
+        await ready(engine)
+        for request_id in ("shadow-0", "warm-up"):
+            request = Request(request_id, (Prompt(text="x"),), SHORT)
+            with pytest.raises(Refused, match="must not begin as the engine's own do"):
+                await engine.submit(request)
+            with pytest.raises(Refused, match="must not begin as the engine's own do"):
+                engine.submit_search(request, BeamParams(width=1))
+        assert await answer(engine, "x") == expected("x") and await settled(engine, 1) == {"equal": 1}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..api.schema.operation import ENGINE_ERRORS, Operation, json, text
+from ..api.schema.operation import ENGINE_ERRORS, MODEL_ERRORS, Operation, json, text
 from ..api.schema.shapes import EngineOfFleet
 from . import shapes
 from .adapters import MAX_TIMEOUT_S, AddAdapterBody, LoadAdapterBody, UnloadAdapterBody
@@ -72,7 +72,7 @@ OPERATIONS = (
         access="admin",
         body=TrafficBody,
         answers=json(shapes.TrafficState),
-        errors=(*ENGINE_ERRORS, "invalid_value", "not_found"),
+        errors=(*MODEL_ERRORS, "invalid_value", "not_found"),
     ),
     Operation(
         method="POST",

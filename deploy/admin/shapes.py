@@ -56,13 +56,25 @@ class SideOfSplit(Shape):
     ttft_p99_ms: float | None
 
 
-class TrafficState(Shape):
+class TrafficOfModel(Shape):
     """What a front does by the labels of engines, as flags say it, and what became of its requests."""
 
     split: str | None
     shadow: str | None
+    engines: dict[Literal["rest", "labelled", "shadow"], Count]  # that serve
     sides: dict[Literal["labelled", "rest"], SideOfSplit]
     copies: dict[Literal["equal", "different", "failed", "late", "shed", "uncompared"], Count]
+
+
+class TrafficState(Shape):
+    """The traffic of the model of a server; where there are several, only that of each, by a front of it."""
+
+    split: str | None = None
+    shadow: str | None = None
+    engines: dict[Literal["rest", "labelled", "shadow"], Count] | None = None
+    sides: dict[Literal["labelled", "rest"], SideOfSplit] | None = None
+    copies: dict[Literal["equal", "different", "failed", "late", "shed", "uncompared"], Count] | None = None
+    models: dict[str, TrafficOfModel] | None = None
 
 
 class FlightFile(Shape):

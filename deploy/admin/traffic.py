@@ -17,12 +17,16 @@ from ..errors import ApiError
 from ..http.body_reader import read
 from ..http.responses import answer
 
+SHARES = ("split", "shadow")  # fields of the body, in the order of the rules
+
 
 class TrafficBody(Body):
     """The body of `POST /admin/traffic`. A field that is left out stays as it is; null ends it."""
 
     split: str | None = None  # as --split
     shadow: str | None = None  # as --shadow
+    model: str | None = None  # whose engines it is about, of several; None: all, which must then be alike in this
+    dry_run: bool = False  # only says what would be
 
 
 class TrafficRoutes:
@@ -40,9 +44,13 @@ class TrafficRoutes:
         """`POST /admin/traffic`: follows other shares from now on, at all fronts of this server."""
         traffic = self._require()
         body = await read(request, self.service.config, self._threads, self._body)
+        self.service.require_model(body.model)
         rules = _changed(traffic.rules, body)
         if (problem := traffic.problem(rules)) is not None:
             raise ApiError("invalid_value", problem, param="split")
+        if body.dry_run:
+            texts = {name: None if one is None else str(one) for name, one in zip(SHARES, rules.shares, strict=True)}
+            return answer(traffic.to_json() | texts | {"engines": traffic.num_engines(rules)})
         traffic.change(rules)
         if self.service.fronts is not None:
             self.service.fronts.tell_traffic(rules)

@@ -21,6 +21,7 @@ from ..http.request_context import OWNER
 from ..http.responses import answer
 from ..metrics.metrics import CONTENT_TYPE, Metrics
 from ..websocket.peer import Peer
+from .all_models import AllModels
 from .front_metrics import rendered
 from .models import is_for_a_model, model_in
 from .other_fronts import OtherFronts, is_of_a_front
@@ -44,6 +45,7 @@ class AllFronts:
     def __init__(self, fronts: OtherFronts) -> None:
         self._fronts, self._root_path = fronts, fronts.config.root_path
         self._member = fronts.member
+        self._models_of_all = AllModels(fronts)
         self._turns = itertools.count()
         self._keeping: frozenset[Callable[..., object]] = frozenset()  # handlers whose answers are kept by a key
         self._of_all: dict[str, Answer] = {
@@ -53,6 +55,7 @@ class AllFronts:
             **dict.fromkeys((MODELS, *OLLAMA_LISTS), self._models),
             "/admin/cache/reset": self._reset,
             "/admin/flight": self._flight,
+            "/admin/traffic": self._traffic,
         }
         self._of_one: dict[str, Answer] = dict.fromkeys(HEALTH, self._health)
         self._of_one["/server_info"] = self._server_info
@@ -265,6 +268,10 @@ class AllFronts:
     def _turn(self, count: int) -> int:
         """One after the other of so many."""
         return next(self._turns) % count
+
+    async def _traffic(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        several = self._fronts.models.has_several
+        return await (self._models_of_all.traffic(request) if several else handler(request))
 
     async def _flight(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Each front writes a file."""

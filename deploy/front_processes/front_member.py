@@ -129,9 +129,14 @@ class FrontMember:
         if self._traffic is not None:  # it came right after the setup
             on_traffic(self._traffic)
 
-    def tell_traffic(self, rules: TrafficRules) -> None:
-        """These rules were set at this front: all follow them, and those that start later."""
-        self.link.post(settings_of(rules))
+    def tell_traffic(self, rules: TrafficRules, model: str | None = None) -> None:
+        """These rules were set at this front: all of a model follow them, and those that start later; None: all."""
+        self.link.post(settings_of(rules, model))
+
+    def follow(self, rules: TrafficRules) -> None:
+        """This front follows these rules now, as if it had been told."""
+        self._traffic = rules
+        self._on_traffic(rules)
 
     def tell_metrics(self, own_metrics: Callable[[], bytes]) -> None:
         """From now on tells them each second in which there was news."""
@@ -167,8 +172,7 @@ class FrontMember:
             case LoadingState():
                 self.on_loading(word.state)
             case TrafficSettings():
-                self._traffic = traffic_of(word)
-                self._on_traffic(self._traffic)
+                self.follow(traffic_of(word))
             case MetricsWanted():
                 if self.own_metrics is not None:
                     self.link.post(MetricsTaken(word.number, self.own_metrics()))

@@ -45,6 +45,10 @@ class ModelFronts:
             raise wrong_field("model", problem, shorten(repr(wanted), 128), code="model_not_found")
         return found
 
+    def name_of(self, front: int) -> str:
+        """The model of a front, of several."""
+        return next(state.models[0] for state in self._states if state.number == front)
+
     def ready(self, group: Sequence[int], name: str | None) -> list[int]:
         """Those of a group that take requests. `ApiError` 503 if none does."""
         found = [state.number for state in self._states if state.number in group and state.state == "ready"]

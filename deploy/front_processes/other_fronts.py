@@ -168,14 +168,23 @@ class OtherFronts:
                 request.transport.abort()  # as with any client that does not read
             raise asyncio.CancelledError from None
 
-    async def answer_of(self, request: web.Request, front: int, path: str | None = None) -> tuple[int, Any]:
-        """Status and JSON of a front's answer to this request, without a body; `path` in place of its own.
+    async def answer_of(
+        self,
+        request: web.Request,
+        front: int,
+        path: str | None = None,
+        body: bytes | None = None,
+        *,
+        method: str | None = None,
+        limit_s: float = ANSWER_S,
+    ) -> tuple[int, Any]:
+        """Status and JSON of a front's answer to this request; `path`, `body` and `method` in place of its own.
 
-        Asks HEAD as GET. 503 if the front is away or hangs.
+        Without a body unless it is given. Asks HEAD as GET. 503 if the front is away, or gives no answer in `limit_s`.
         """
-        method = "GET" if request.method == "HEAD" else request.method
+        method = method or ("GET" if request.method == "HEAD" else request.method)
         try:
-            async with asyncio.timeout(ANSWER_S), self._asked(request, front, None, path, method) as found:
+            async with asyncio.timeout(limit_s), self._asked(request, front, body, path, method) as found:
                 data = await found.read()
         except TimeoutError:
             error = _away(front)

@@ -86,7 +86,7 @@ class Supervisor:
         self._tasks: dict[asyncio.Task[None], ChildSlot] = {}
         self._loading: dict[int, CoreLoading] = {}
         self._created = int(time.time())
-        self._traffic = settings_of(plan.traffic)  # as last set at a front
+        self._traffic = {model: settings_of(plan.traffic) for model in plan.models or (None,)}  # as last set at a front
         live = lambda: {i: slot for i, slot in enumerate(self.fronts) if slot.pid}  # noqa: E731
         self._metrics = KeptMetrics(live, plan.model_of)
 
@@ -216,7 +216,7 @@ class Supervisor:
             fleet_tls=self.plan.fleet_tls,
             prefix_key=None if self.plan.engines else self._prefix_key,
             created=self._created,
-            traffic=self._traffic,
+            traffic=self._traffic[model],
             model=model or "",
             is_successor=self.fronts[number].was_ready,
         )
@@ -252,9 +252,11 @@ class Supervisor:
             case MetricsAsked():
                 self._metrics.ask(self.fronts[number], word.number)
             case TrafficSettings():
-                self._traffic = word
-                for slot in self.fronts:
-                    slot.post(word)
+                models = [model for model in self._traffic if word.model in (None, model)]
+                self._traffic.update(dict.fromkeys(models, word))
+                for other, slot in enumerate(self.fronts):
+                    if self.plan.model_of(other) in models:
+                        slot.post(word)
             case EngineStuck() if word.index < len(self.cores) and self.cores[word.index].state == "ready":
                 log.error("front_processes.engine_killed", engine=word.index, reason=f"front {number} says it hangs")
                 self.cores[word.index].kill()

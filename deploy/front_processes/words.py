@@ -24,10 +24,11 @@ LINK_TIMEOUT_S = 30.0  # without a sign of life of the other end: a child that h
 
 @message
 class TrafficSettings:
-    """What goes by the labels of engines, in the form of flags: set at one front, it is told to all."""
+    """What goes by the labels of engines, in the form of flags: told to all fronts, or to those of a model."""
 
     split: str | None = None
     shadow: str | None = None
+    model: str | None = None  # of several; None: it is of all
 
 
 def traffic_of(settings: TrafficSettings) -> TrafficRules:
@@ -35,10 +36,10 @@ def traffic_of(settings: TrafficSettings) -> TrafficRules:
     return TrafficRules.parse(settings.split, settings.shadow)
 
 
-def settings_of(rules: TrafficRules) -> TrafficSettings:
+def settings_of(rules: TrafficRules, model: str | None = None) -> TrafficSettings:
     """How it is told to other fronts."""
-    texts = (None if share is None else str(share) for share in (rules.split, rules.shadow))
-    return TrafficSettings(*texts)
+    split, shadow = (None if share is None else str(share) for share in rules.shares)
+    return TrafficSettings(split, shadow, model)
 
 
 @message

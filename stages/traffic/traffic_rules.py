@@ -34,6 +34,9 @@ class Traffic(Protocol):
     def problem(self, rules: TrafficRules) -> str | None:
         """Why these rules do not fit the engines that serve; None if they do."""
 
+    def num_engines(self, rules: TrafficRules) -> Mapping[Group, int]:
+        """How many engines that serve would be in each group of these rules."""
+
     def change(self, rules: TrafficRules) -> None:
         """Follows other rules from now on. A split of another label is counted anew."""
 
@@ -111,6 +114,11 @@ class TrafficRules:
             None if split is None else TrafficShare.parse("--split", split),
             None if shadow is None else TrafficShare.parse("--shadow", shadow),
         )
+
+    @property
+    def shares(self) -> tuple[TrafficShare | None, TrafficShare | None]:
+        """Split and shadow."""
+        return self.split, self.shadow
 
     def serves_clients(self, labels: Labels) -> bool:
         """Whether an engine with these labels gets requests of clients."""

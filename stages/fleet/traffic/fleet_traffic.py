@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from ...messages import TokenRequest
 from ...split.engine_core import EngineCore
 from ...traffic.compared_answers import RESULTS, Result
 from ...traffic.split_counts import Side, SplitCounts, choose_side
-from ...traffic.traffic_rules import TrafficRules
+from ...traffic.traffic_rules import GROUPS, Group, TrafficRules
 from .shadow_copies import ShadowCopies, may_be_copied
 
 log = get_logger("millrace.stages")
@@ -67,6 +68,11 @@ class FleetTraffic:
                     f"engines {first.index} and {core.index} have different models, and would {where}; end one of them"
                 )
         return None
+
+    def num_engines(self, rules: TrafficRules) -> Mapping[Group, int]:
+        """How many engines that serve would be in each group of these rules."""
+        groups = Counter(rules.group_of(core.labels) for core in self._cores if core.is_serving)
+        return {group: groups[group] for group in GROUPS}
 
     def change(self, rules: TrafficRules) -> None:
         """Follows other rules from now on. A split of another label is counted anew."""
@@ -149,7 +155,8 @@ class FleetTraffic:
         split, shadow = self.rules.split, self.rules.shadow
         sides = {} if split is None else {side: counts.to_json() for side, counts in self.counts.sides.items()}
         copies = {} if shadow is None else self.copy_results
-        return {"split": _text(split), "shadow": _text(shadow), "sides": sides, "copies": copies}
+        engines = self.num_engines(self.rules)
+        return {"split": _text(split), "shadow": _text(shadow), "engines": engines, "sides": sides, "copies": copies}
 
     @property
     def copy_results(self) -> Mapping[Result, int]:

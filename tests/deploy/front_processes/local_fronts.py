@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from millrace.deploy.front_processes.words import (
     FrontState,
     MetricsAsked,
     MetricsTaken,
+    TrafficSettings,
 )
 from millrace.deploy.http.listening import ListeningSockets
 from millrace.deploy.server.server import Server
@@ -34,8 +35,14 @@ from millrace.stages.engine.engine import Engine
 class SupervisorEnd:
     """The supervisor's end of the link to one front."""
 
-    def __init__(self, number: int, sock: socket.socket, metrics: KeptMetrics) -> None:
-        self._number, self._metrics = number, metrics
+    def __init__(
+        self,
+        number: int,
+        sock: socket.socket,
+        metrics: KeptMetrics,
+        on_traffic: Callable[[TrafficSettings], object] = lambda word: None,
+    ) -> None:
+        self._number, self._metrics, self._on_traffic = number, metrics, on_traffic
         self._link = Link(SocketTransport(sock), CODEC, self._receive, lambda error: None, timeout_s=LINK_TIMEOUT_S)
         self._link.start()
 
@@ -50,6 +57,8 @@ class SupervisorEnd:
             self._metrics.take(self._number, word)
         elif isinstance(word, MetricsAsked):
             self._metrics.ask(self, word.number)
+        elif isinstance(word, TrafficSettings):
+            self._on_traffic(word)
 
 
 @dataclass(frozen=True)
@@ -82,11 +91,17 @@ async def local_fronts(
     names = [(model,) for model in models] or [()] * len(engines)
     states = [FrontState(number, os.getpid(), "ready", None, 0, names[number]) for number in range(len(engines))]
     servers: list[Server] = []
+
+    def tell_traffic(word: TrafficSettings) -> None:
+        for number, end in ends.items():
+            if word.model is None or word.model in names[number]:
+                end.post(word)
+
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for number, engine in enumerate(engines):
             ours, theirs = socket.socketpair()
-            ends[number] = SupervisorEnd(number, ours, metrics)
+            ends[number] = SupervisorEnd(number, ours, metrics, tell_traffic)
             stack.callback(ends[number].close)
             member = FrontMember(theirs, ends_process=False)
             member.link.start()
@@ -98,6 +113,8 @@ async def local_fronts(
                 config = replace(config, port=listening.port)
             server = await stack.enter_async_context(Server(own, listening, {}, AllFronts(fronts)))
             server.attach(engine)
+            if engine.traffic is not None:
+                member.follow_traffic(engine.traffic.change)
             stack.callback(member.tell_last_metrics)
             member.tell_metrics(fronts.own_metrics)
             member.has_started = True

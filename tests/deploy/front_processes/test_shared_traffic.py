@@ -49,6 +49,33 @@ def test_what_one_front_sets_is_told_to_all_and_given_to_successors() -> None:
     assert traffic_of(supervisor._front_setup(1, ["a:1"])[0].traffic) == RULES
 
 
+def test_what_is_set_for_one_of_several_models_is_told_to_its_fronts_alone() -> None:
+    plan = ServerPlan(
+        front_module="",
+        core_module="",
+        engine_config=EngineConfig(),
+        server_config=ServerConfig(front_processes=4, allow_no_key=True),
+        sources={},
+        engines=["a:1", "b:1"],
+        models={"small": ["a:1"], "large": ["b:1"]},
+        traffic=TrafficRules.parse("version=v2:5", None),
+    )
+    supervisor, told = Supervisor(plan), list[tuple[int, TrafficSettings]]()
+
+    def slot(number: int) -> Any:
+        post = lambda word: told.append((number, word)) if isinstance(word, TrafficSettings) else None  # noqa: E731
+        return SimpleNamespace(post=post, was_ready=True, pid=1, state="", reason="", num_restarts=0)
+
+    supervisor.fronts, supervisor._folder = [slot(number) for number in range(4)], Path()
+    header, body = CODEC.encode(settings_of(RULES, "large"))
+    supervisor._from_front(0, CODEC.decode(header, b"".join(body)))
+    assert [(number, traffic_of(word)) for number, word in told] == [(1, RULES), (3, RULES)]
+    starting = [traffic_of(supervisor._front_setup(number, ["a:1"])[0].traffic) for number in range(4)]
+    assert starting == [plan.traffic, RULES] * 2
+    supervisor._from_front(1, settings_of(TrafficRules()))
+    assert [number for number, _ in told[2:]] == [0, 1, 2, 3]
+
+
 @with_machines
 async def test_the_admin_route_tells_the_supervisor_what_was_set(machines: ScriptedMachines) -> None:
     await machines.start("a", labels={"version": "v2"})

@@ -124,7 +124,15 @@ async def test_the_admin_route_changes_the_split_and_shows_both_sides(machines: 
         server.attach(engine)
         await both_ready(engine)
         async with http.get("/admin/traffic") as response:
-            assert await response.json() == {"split": None, "shadow": None, "sides": {}, "copies": {}}
+            engines = {"rest": 2, "labelled": 0, "shadow": 0}
+            found = {"split": None, "shadow": None, "engines": engines, "sides": {}, "copies": {}}
+            assert await response.json() == found
+        async with http.post("/admin/traffic", json={"split": "version=v2:100", "dry_run": True}) as response:
+            planned = await response.json()
+            assert planned == found | {"split": "version=v2:100", "engines": {"rest": 1, "labelled": 1, "shadow": 0}}
+        assert engine.traffic is not None and engine.traffic.rules == TrafficRules()
+        async with http.post("/admin/traffic", json={"split": "version=v2:100", "model": "another"}) as response:
+            assert response.status == 404 and (await response.json())["error"]["code"] == "model_not_found"
         async with http.post("/admin/traffic", json={"split": "version=v2:100"}) as response:
             assert response.status == 200 and (await response.json())["split"] == "version=v2:100"
         assert await answer(engine, "now") == expected("now")

@@ -185,14 +185,18 @@ class AllFronts:
 
     async def _health(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         response, body = await _json_of(request, handler)
+        status = response.status
+        is_leaving = body["status"] == "draining"
+        if self._fronts.models.has_several and not is_leaving and not is_of_a_front(request):
+            status, body = await self._models_of_all.health(request)
         body["front"] = self._fronts.number
         body["fronts"] = self._fronts.states
         missing = [state for state in self._member.states if state.state != "ready" and self._member.has_started]
-        if response.status == 200 and missing:
+        if status == 200 and missing:
             text = "; ".join(f"front {state.number} is {state.state}: {state.reason}" for state in missing)
             body["status"] = "degraded"
             body["reason"] = "; ".join(filter(None, [body.get("reason"), text]))
-        return answer(body, status=response.status)
+        return answer(body, status=status)
 
     async def _load(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         _, body = await _json_of(request, handler)

@@ -1,7 +1,8 @@
-"""Answers about all models of a server, where fronts have different ones: what they do by labels."""
+"""Answers about all models of a server, where fronts have different ones: what they do by labels, and their health."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from ..http.responses import answer
 from .models import ModelFronts
 from .other_fronts import OtherFronts
 
+HEALTH_S = 0.5  # for the health of a model, as one of its fronts has it: then the next one is asked
+NONE_READY = "none of its fronts takes requests"
 GROUP_OF = {"split": "labelled", "shadow": "shadow"}  # field of the body -> the engines that its label selects
 
 
@@ -83,6 +86,32 @@ class AllModels:
         if self._models.name_of(self._fronts.number) in planned:
             self._fronts.member.follow(rules)
         self._fronts.member.tell_traffic(rules, model)
+
+    # -- health
+
+    async def health(self, request: web.Request) -> tuple[int, dict[str, Any]]:
+        """Status and body: the server takes requests if those for one of its models are taken."""
+        names = self._models.names
+        found = await asyncio.gather(*(self._health_of(request, name) for name in names))
+        bodies = {name: body for name, (_, body) in zip(names, found, strict=True)}
+        states = {name: {key: body.get(key) for key in ("status", "reason")} for name, body in bodies.items()}
+        missing = [name for name, (status, _) in zip(names, found, strict=True) if status != 200]
+        worse = [f"model {name} is {one['status']}: {one['reason']}" for name, one in states.items() if one["reason"]]
+        body = {"models": states, "reason": "; ".join(worse) or None}
+        if len(missing) == len(names):
+            return 503, {"status": found[0][1]["status"], "stage": found[0][1].get("stage")} | body
+        is_whole = all(one["status"] == "ready" for one in states.values())
+        return 200, {"status": "ready" if is_whole else "degraded", "missing_models": missing} | body
+
+    async def _health_of(self, request: web.Request, name: str) -> tuple[int, dict[str, Any]]:
+        """What the first of a model's fronts says that serves, or the last one."""
+        found: tuple[int, dict[str, Any]] = 503, {"status": "loading", "reason": NONE_READY}
+        for front in self._ready(name):
+            status, body = await self._fronts.answer_of(request, front, method="GET", limit_s=HEALTH_S)
+            if status == 200:
+                return status, body
+            found = status, body if "status" in body else {"status": "loading", "reason": body["error"]["message"]}
+        return found
 
     def _ready(self, name: str) -> Sequence[int]:
         try:

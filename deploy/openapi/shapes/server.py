@@ -69,12 +69,21 @@ class FrontProcess(Shape):
     models: list[str]  # where fronts have different ones
 
 
+class ModelHealth(Shape):
+    """Whether a server of several models takes requests for one of them."""
+
+    status: Literal["ready", "degraded", "loading", "draining", "stalled", "dead"]
+    reason: str | None
+
+
 class Ready(Shape):
-    """The server accepts requests; `degraded`: engines or fronts are missing, and others serve."""
+    """The server accepts requests; `degraded`: engines, fronts or models are missing, and others serve."""
 
     status: Literal["ready", "degraded"]
     reason: str | None = None
     missing_engines: list[MissingEngine] | None = None
+    models: dict[str, ModelHealth] | None = None  # of a server that has several
+    missing_models: list[str] | None = None  # those of which requests are refused
     front: Count | None = None  # that answers, of several; the next has all
     fronts: list[FrontProcess] | None = None
 
@@ -105,7 +114,8 @@ class NotReady(Shape):
     stage: str | None
     reason: str | None
     progress: LoadingProgress | None = None  # while the model is loading
-    front: Count | None = None  # as of Ready
+    models: dict[str, ModelHealth] | None = None  # as of Ready
+    front: Count | None = None
     fronts: list[FrontProcess] | None = None
 
 

@@ -1,4 +1,4 @@
-"""Splits of a server with several models, each with a front of its own: the same at each front."""
+"""Splits and health of a server with several models, each with a front of its own: the same at each front."""
 
 from __future__ import annotations
 
@@ -112,3 +112,31 @@ async def test_a_model_must_be_named_where_the_call_would_not_mean_the_same(mach
         for front in (0, 1):
             text = await client.refused(front, {"split": "version=v3:50"})
             assert "org/large has split version=v3:5" in text, text
+
+
+@with_machines
+async def test_a_server_is_ready_while_one_of_its_models_is_served_at_each_front(machines: ScriptedMachines) -> None:
+    async def health() -> tuple[int, dict[str, Any]]:
+        found = [await client.ask(front, "/health/ready") for front in (0, 1)]
+        (status, body), (other, same) = [(status, {**body, "front": None}) for status, body in found]
+        assert (status, body) == (other, same)
+        return status, body
+
+    async with served(machines, "v1", "v1", "v2") as client:
+        status, body = await health()
+        assert status == 200 and body["status"] == "ready" and body["missing_models"] == []
+        await machines.stop("c")
+        await until(lambda: states(client.engines[1])["c"] != "ready")
+        status, body = await health()
+        assert (status, body["status"], body["missing_models"]) == (200, "degraded", [])
+        assert body["models"]["org/large"]["status"] == "degraded"
+        await machines.stop("b")
+        await until(lambda: not client.engines[1].health.is_ready)
+        status, body = await health()
+        assert (status, body["status"], body["missing_models"]) == (200, "degraded", ["org/large"])
+        assert body["models"]["small"] == {"status": "ready", "reason": None}
+        assert "model org/large is loading" in body["reason"]
+        await machines.stop("a")
+        await until(lambda: not client.engines[0].health.is_ready)
+        status, body = await health()
+        assert status == 503 and body["status"] == "loading" and "model small is loading" in body["reason"]

@@ -63,7 +63,8 @@ BELOW = {
     "stages": "",
     "stages/insight": "",
     "stages/adapters": "stages",
-    "stages/allocate": "stages",
+    "stages/allocate/tiers": "stages",
+    "stages/allocate": "stages stages/allocate/tiers",
     "stages/detokenize": "stages",
     "stages/device": "stages",
     "stages/encode": "stages stages/device",
@@ -78,7 +79,7 @@ BELOW = {
     "stages/execute": "stages stages/device",
     "stages/executor": "stages",
     "stages/sample": "stages stages/device stages/grammar",
-    "stages/recordings": "stages stages/allocate stages/intake stages/routing stages/schedule "
+    "stages/recordings": "stages stages/allocate stages/allocate/tiers stages/intake stages/routing stages/schedule "
     "stages/schedule/step_timing",
     "stages/recordings/fleet": "stages/allocate stages/routing stages/recordings",
     "stages/beam_search": "stages stages/detokenize stages/exit stages/tokenize",
@@ -90,9 +91,9 @@ BELOW = {
     "stages/loading": "stages stages/device stages/encode stages/grammar stages/tokenize stages/execute "
     "stages/sample stages/backends/cuda stages/backends stages/backends/native "
     "stages/backends/torch",
-    "stages/engine": "stages stages/adapters stages/allocate stages/detokenize stages/device stages/encode stages/exit "
-    "stages/grammar stages/intake stages/schedule stages/tokenize stages/execute stages/sample "
-    "stages/recordings stages/beam_search stages/loading stages/traffic",
+    "stages/engine": "stages stages/adapters stages/allocate stages/allocate/tiers stages/detokenize stages/device "
+    "stages/encode stages/exit stages/grammar stages/intake stages/schedule stages/tokenize stages/execute "
+    "stages/sample stages/recordings stages/beam_search stages/loading stages/traffic",
     "stages/evaluation": "stages stages/device stages/execute stages/loading",
     "stages/split": "stages stages/adapters stages/allocate stages/device stages/exit stages/grammar stages/schedule "
     "stages/schedule/step_timing stages/routing stages/executor stages/sample stages/recordings stages/beam_search "
@@ -102,8 +103,8 @@ BELOW = {
     "stages/routing stages/split stages/traffic stages/fleet/traffic",
     "stages/machines": "stages stages/device stages/engine stages/executor stages/fleet stages/routing stages/split "
     "stages/traffic",
-    "stages/testing/scripted": "stages stages/allocate stages/device stages/grammar stages/schedule stages/sample "
-    "stages/backends/cuda stages/engine",
+    "stages/testing/scripted": "stages stages/allocate stages/allocate/tiers stages/device stages/grammar "
+    "stages/schedule stages/sample stages/backends/cuda stages/engine",
     "stages/testing": "stages/testing/scripted",
     "deploy": "",
     "deploy/settings": "deploy",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...stages.allocate.block_pool import BlockState
+from ...stages.allocate.tiers.block_pool import BlockState
 from ...stages.engine.engine_status import BlockStatus
 
 FREE, CACHED, QUARANTINED, SHARED, FIRST_SLOT = range(5)

@@ -3,11 +3,12 @@
 Owns: every KV block on the device and on the host, each slot's block tables, and the prefix cache.
 In: `StepPlan` from schedule; `Rates` from execute.
 Out: `StepGrant` to execute; `PlanReport` to schedule.
-Imports: the root of `stages`, `runtime`, the layout of kinds in `kernels/layout`.
-Start with: `stage.py`, then `allocator.py`, `slot_blocks.py` and `block_pool.py`; `preemption.py` picks victims.
+Imports: the root of `stages`, `allocate/tiers`, `runtime`, the layout of kinds in `kernels/layout`.
+Start with: `stage.py`, then `allocator.py`, `slot_blocks.py` and `tiers/`; `preemption.py` picks victims.
 
-Of a model whose layers have windows, `KVLayout` in `kernels/layout/kv_layout.py` says what a kind and a slab are. Here
-`slab_pool.py` lends slabs to kinds, `block_tables.py` retires what a window leaves behind, and `kind_index.py` has what
-the prefix cache knows of the kinds after the first. While the same rows decode, `steady_decode.py` has them go on in
-the blocks that their windows have passed. The tests' `kinds_walk.py` lists what must hold.
+Of a model whose layers have windows, `KVLayout` in `kernels/layout/kv_layout.py` says what a kind and a slab are. In
+`tiers/`, `slab_pool.py` lends slabs to kinds and `block_tables.py` retires what a window leaves behind. Here,
+`kind_index.py` has what the prefix cache knows of the kinds after the first. While the same rows decode,
+`steady_decode.py` has them go on in the blocks that their windows have passed. The tests' `kinds_walk.py` lists what
+must hold.
 """

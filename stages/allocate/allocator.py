@@ -25,13 +25,13 @@ from ..messages import (
     StepPlan,
     TableEntries,
 )
-from .block_tables import BlockTables, WindowTables
-from .host_tier import HostTier
-from .plan_in_hand import PlanInHand
 from .preemption import Preemptor
 from .prefix_cache import PrefixCache
 from .slot_blocks import Growth, KindBlocks, SlotBlocks, without_index
 from .steady_decode import SteadyDecode, SteadyLanes
+from .tiers.block_tables import BlockTables, WindowTables
+from .tiers.host_tier import HostTier
+from .tiers.plan_in_hand import PlanInHand
 
 STEPS_TO_RETIRE = 8  # between two looks at which of many rows that decode have blocks to give back
 MANY_ROWS = 32  # of a plan; with fewer, blocks that windows pass are given back at once, which takes no time

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..messages import BlockCopy, Direction
-from .block_pool import BlockPool
-from .host_tier import HostTier
-from .plan_in_hand import PlanInHand
 from .prefix_publisher import PrefixPublisher
+from .tiers.block_pool import BlockPool
+from .tiers.host_tier import HostTier
+from .tiers.plan_in_hand import PlanInHand
 
 
 class Evictions:

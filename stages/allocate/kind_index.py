@@ -17,9 +17,9 @@ import numpy as np
 from ...kernels.layout.kv_layout import KVKind
 from ...kernels.layout.state_layout import StateLayout
 from ..messages import Ints
-from .block_pool import BlockPool
 from .partial_blocks import TOKEN_BYTES, Before
-from .plan_in_hand import KindMatch
+from .tiers.block_pool import BlockPool
+from .tiers.plan_in_hand import KindMatch
 
 SNAPSHOT_TOKENS = 2048  # between two snapshots of a long prompt; a step ends at each
 

@@ -14,7 +14,7 @@ from ...runtime.stage import Context
 from ...runtime.trace.tracer import NO_SLOT, EventKind
 from ..messages import NO_INDICES, Indices, Ints, PlanReport, StepGrant, StepPlan
 from .allocator import Allocator
-from .block_pool import BlockState
+from .tiers.block_pool import BlockState
 
 PLANS_AT_ONCE = 16  # plans whose new blocks are written together, which takes a quarter of the time
 

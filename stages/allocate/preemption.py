@@ -10,9 +10,9 @@ from collections.abc import Collection
 import numpy as np
 
 from ..messages import Ints
-from .block_tables import BlockTables
-from .plan_in_hand import PlanInHand
 from .slot_blocks import SlotBlocks
+from .tiers.block_tables import BlockTables
+from .tiers.plan_in_hand import PlanInHand
 
 Needs = list[int]  # blocks of each kind
 

@@ -22,9 +22,9 @@ from ...kernels.layout.state_layout import StateLayout
 from ..messages import Ints
 from .key_changes import KeyChanges
 from .kind_index import KindIndex, StateSnapshots, num_usable
-from .offload_policy import is_sampled
 from .partial_blocks import TOKEN_BYTES, Before, PartialBlocks
-from .plan_in_hand import KindMatch
+from .tiers.offload_policy import is_sampled
+from .tiers.plan_in_hand import KindMatch
 
 MIN_TOKENS_TO_WAIT_FOR = 32  # computing fewer tokens takes less time than waiting for K steps
 # Shorter matches are mostly chance, and each copy keeps its source from being evicted. A shorter one is still used if

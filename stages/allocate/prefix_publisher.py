@@ -14,11 +14,11 @@ import numpy as np
 
 from ...kernels.layout.kv_layout import KVKind
 from ..messages import Bools, Indices, Ints, Started, StepDone, StepPlan
-from .block_pool import BlockPool
-from .block_tables import BlockTables, WindowTables
 from .kind_index import EndOfAnswer, KindIndex, SnapshotKey, StateSnapshots
-from .plan_in_hand import PlanInHand
 from .prefix_cache import BlockChain, PrefixCache, PrefixMatch
+from .tiers.block_pool import BlockPool
+from .tiers.block_tables import BlockTables, WindowTables
+from .tiers.plan_in_hand import PlanInHand
 
 ROWS_READ_AT_ONCE = 1024  # more would save little, and block the event loop for longer
 BLOCKS_PER_TAIL = 8  # blocks of the pool per tail; a tail saves half a block on average, a whole block more

@@ -12,14 +12,14 @@ import numpy as np
 
 from ...kernels.layout.kv_layout import KVLayout
 from ..messages import NO_INDICES, NO_INTS, STATES, BlockCopy, Bools, Direction, Indices, Ints, Started, TableEntries
-from .block_pool import BlockPool
-from .block_tables import BlockTables, WindowTables, index_blocks
 from .evictions import Evictions, KindEvictions
-from .host_tier import HostTier
-from .plan_in_hand import KindMatch, PlanInHand, ReusedPrefix
 from .prefix_cache import PrefixCache, PrefixMatch
 from .prefix_publisher import PrefixPublisher
-from .slab_pool import SlabPool, WindowPool
+from .tiers.block_pool import BlockPool
+from .tiers.block_tables import BlockTables, WindowTables, index_blocks
+from .tiers.host_tier import HostTier
+from .tiers.plan_in_hand import KindMatch, PlanInHand, ReusedPrefix
+from .tiers.slab_pool import SlabPool, WindowPool
 
 NOTHING_FOUND = PrefixMatch(NO_INTS, NO_INTS, None, 0)
 

@@ -1,6 +1,6 @@
 """The allocate stage: owns the KV blocks, and grants for each plan what may run.
 
-The decisions are in `allocator.py`, the state of the blocks in `block_pool.py`.
+The decisions are in `allocator.py`, the state of the blocks in `tiers/block_pool.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ...runtime.trace.step_rows import LaneRows, StepRows
 from ...runtime.trace.tracer import EventKind
 from ..messages import PlanReport, Rates, StepGrant, StepPlan
 from .allocator import Allocator
-from .host_tier import HostTier
 from .kv_trace import KVTrace
 from .prefix_cache import PrefixCache
+from .tiers.host_tier import HostTier
 
 if TYPE_CHECKING:
     from ..call_log import CallLog

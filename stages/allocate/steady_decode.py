@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..messages import NO_INDICES, NO_INTS, Indices, Ints
-from .block_tables import BlockTables, WindowTables
 from .slot_blocks import KindBlocks, SlotBlocks
+from .tiers.block_tables import BlockTables, WindowTables
 
 
 @dataclass(slots=True, eq=False)

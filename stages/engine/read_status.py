@@ -28,7 +28,7 @@ from .slab_cells import read_slab_cells
 
 if TYPE_CHECKING:
     from ..allocate.allocator import Allocator
-    from ..allocate.block_pool import BlockPool
+    from ..allocate.tiers.block_pool import BlockPool
     from ..schedule.adapter_lines import AdapterLines
     from ..schedule.scheduler import Scheduler
     from .wiring import CoreStages

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..allocate.block_pool import BlockState
+from ..allocate.tiers.block_pool import BlockState
 from ..messages import Indices
 from .engine_status import BlockStatus, SlabStatus
 

@@ -21,9 +21,9 @@ from ..adapters.gate import AdapterGate
 from ..adapters.reader import AdapterReader, StoredAdapter, ThreadReader
 from ..adapters.registry import AdapterRegistry, parse_modules
 from ..adapters.store import AdapterStore
-from ..allocate.host_tier import HostTier
 from ..allocate.prefix_cache import PrefixCache
 from ..allocate.stage import Allocate
+from ..allocate.tiers.host_tier import HostTier
 from ..beam_search.searches import BeamSearches
 from ..config import EngineConfig
 from ..detokenize.stage import AnswerText, DecodesIncrementally, Detokenize, TextTableProtocol

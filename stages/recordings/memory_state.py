@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..allocate.allocator import Allocator
-from ..allocate.block_pool import BlockPool, BlockState
+from ..allocate.tiers.block_pool import BlockPool, BlockState
 from ..schedule.scheduler import Scheduler
 
 

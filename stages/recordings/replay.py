@@ -20,9 +20,9 @@ from ...runtime.channel import ControlLane
 from ...runtime.simulation.manual_env import ManualEnv, run_at_once
 from ...runtime.stage import Context
 from ...runtime.trace.tracer import Tracer
-from ..allocate.host_tier import HostTier
 from ..allocate.prefix_cache import PrefixCache
 from ..allocate.stage import Allocate
+from ..allocate.tiers.host_tier import HostTier
 from ..errors import ConfigError
 from ..messages import PlanReport, Rates, StepGrant, StepPlan
 from ..schedule.ngram_drafter import GuessesTokens

@@ -21,7 +21,7 @@ from millrace.kernels.native import build, machine
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.reference import attention_plans
 from millrace.stages import Engine, EngineConfig, SamplingParams
-from millrace.stages.allocate.block_pool import BlockPool, BlockState
+from millrace.stages.allocate.tiers.block_pool import BlockPool, BlockState
 from millrace.stages.errors import Failed
 from millrace.stages.outputs import CompletionOutput, RequestOutput
 from tests.counts import FULL

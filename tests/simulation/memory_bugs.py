@@ -15,12 +15,12 @@ import numpy as np
 from pytest import MonkeyPatch
 
 from millrace.stages.allocate import prefix_cache
-from millrace.stages.allocate.block_pool import BlockPool
-from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.partial_blocks import PartialBlocks
-from millrace.stages.allocate.plan_in_hand import PlanInHand
 from millrace.stages.allocate.prefix_publisher import PrefixPublisher
 from millrace.stages.allocate.slot_blocks import SlotBlocks
+from millrace.stages.allocate.tiers.block_pool import BlockPool
+from millrace.stages.allocate.tiers.host_tier import HostTier
+from millrace.stages.allocate.tiers.plan_in_hand import PlanInHand
 from millrace.stages.messages import Ints, StepPlan
 from tests.simulation.planting import Bug, changed
 

@@ -17,10 +17,10 @@ from ....runtime.env.env import Env
 from ....runtime.histogram import Histogram
 from ....runtime.pipeline import NotServing
 from ....runtime.startup.phases import Phases
-from ...allocate.block_pool import BlockPool
-from ...allocate.block_tables import BlockTables
-from ...allocate.host_tier import HostTier
 from ...allocate.prefix_cache import PrefixCache
+from ...allocate.tiers.block_pool import BlockPool
+from ...allocate.tiers.block_tables import BlockTables
+from ...allocate.tiers.host_tier import HostTier
 from ...config import EngineConfig, resolve_step_size
 from ...device.device import Device
 from ...engine.core import EngineSetup

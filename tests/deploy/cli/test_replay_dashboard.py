@@ -20,7 +20,7 @@ from millrace.deploy.cli.replay_dashboard import MAX_VIEWERS, ReplayDashboard
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.dashboard.messages import Topics
 from millrace.deploy.dashboard.playback.data import PlaybackData
-from millrace.stages.allocate.block_pool import BlockState
+from millrace.stages.allocate.tiers.block_pool import BlockState
 from millrace.stages.recordings.film import film
 from millrace.stages.recordings.reader import Recording
 from millrace.stages.recordings.time_machine import TimeMachine

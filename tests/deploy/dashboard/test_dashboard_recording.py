@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from millrace.stages.allocate.block_pool import BlockState
+from millrace.stages.allocate.tiers.block_pool import BlockState
 from millrace.stages.recordings.reader import Recording
 from millrace.stages.recordings.replay import Replay
 from millrace.stages.recordings.time_machine import TimeMachine

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.kernels.native.cache import NativeCache
 from millrace.kernels.native.page_preallocation import LARGE_PAGE
-from millrace.stages.allocate.block_pool import BlockPool
+from millrace.stages.allocate.tiers.block_pool import BlockPool
 from tests.kernels.native_oracle import Checkpoint
 
 

@@ -14,15 +14,15 @@ import numpy as np
 from pytest import MonkeyPatch
 
 from millrace.stages.allocate import allocator
-from millrace.stages.allocate.block_pool import BlockPool
-from millrace.stages.allocate.block_tables import BlockTables
-from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.partial_blocks import PartialBlocks
-from millrace.stages.allocate.plan_in_hand import PlanInHand, ReusedPrefix
 from millrace.stages.allocate.preemption import Preemptor
 from millrace.stages.allocate.prefix_cache import BlockChain, PrefixCache
 from millrace.stages.allocate.prefix_publisher import PrefixPublisher
 from millrace.stages.allocate.slot_blocks import SlotBlocks
+from millrace.stages.allocate.tiers.block_pool import BlockPool
+from millrace.stages.allocate.tiers.block_tables import BlockTables
+from millrace.stages.allocate.tiers.host_tier import HostTier
+from millrace.stages.allocate.tiers.plan_in_hand import PlanInHand, ReusedPrefix
 from millrace.stages.messages import Direction, Indices, Ints, Started
 from tests.simulation.memory_bugs import MEMORY_BUGS
 from tests.simulation.planting import Bug, changed

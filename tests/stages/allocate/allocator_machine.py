@@ -20,8 +20,8 @@ from random import Random
 import numpy as np
 
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.prefix_cache import PrefixCache
+from millrace.stages.allocate.tiers.host_tier import HostTier
 from millrace.stages.messages import Direction, PlanReport, StepDone, StepGrant, StepPlan
 from tests.stages.allocate.naive_memory import NaiveMemory, Row, Text, Trie
 from tests.stages.schedule.naive_scheduler import STEPS_IN_FLIGHT, NaiveScheduler, Seq

@@ -18,8 +18,8 @@ import numpy as np
 
 from millrace.kernels.layout.state_layout import StateLayout
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.prefix_cache import PrefixCache
+from millrace.stages.allocate.tiers.host_tier import HostTier
 from millrace.stages.messages import Direction, PlanReport, StepGrant, StepPlan
 from tests.stages.allocate.kinds_walk import (
     NUM_LETTERS,

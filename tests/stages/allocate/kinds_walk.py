@@ -26,7 +26,7 @@ import numpy as np
 
 from millrace.kernels.layout.kv_layout import KindName, KVKind, KVLayout
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.block_pool import CACHED, FREE, IN_USE, QUARANTINED
+from millrace.stages.allocate.tiers.block_pool import CACHED, FREE, IN_USE, QUARANTINED
 from millrace.stages.messages import Drafts, PlanReport, StepDone, StepGrant, StepPlan
 from tests.stages.allocate.drafting_scheduler import DraftingScheduler
 from tests.stages.allocate.naive_memory import Text, Trie

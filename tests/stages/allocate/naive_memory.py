@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.block_pool import BlockPool, BlockState
+from millrace.stages.allocate.tiers.block_pool import BlockPool, BlockState
 from millrace.stages.messages import Direction, PlanReport, StepGrant, StepPlan
 
 NEVER = sys.maxsize  # the step that copies what is lost

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.prefix_cache import PrefixCache
+from millrace.stages.allocate.tiers.host_tier import HostTier
 from millrace.stages.messages import Started, StepPlan
 from millrace.stages.params import SamplingParams
 from tests.counts import count

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from millrace.stages.allocate.block_pool import BlockPool, BlockState
-from millrace.stages.allocate.block_tables import BlockTables
+from millrace.stages.allocate.tiers.block_pool import BlockPool, BlockState
+from millrace.stages.allocate.tiers.block_tables import BlockTables
 
 
 def ints(*values: int) -> np.ndarray:

@@ -12,8 +12,8 @@ import numpy as np
 
 from millrace.kernels.layout.kv_layout import KVKind, KVLayout
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.prefix_cache import PrefixCache
+from millrace.stages.allocate.tiers.host_tier import HostTier
 from millrace.stages.messages import Started, StepGrant, StepPlan
 from millrace.stages.params import SamplingParams
 from millrace.stages.recordings.format import grant_fields, plain, report_fields

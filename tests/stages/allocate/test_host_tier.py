@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.host_tier import HostTier
+from millrace.stages.allocate.tiers.host_tier import HostTier
 from millrace.stages.backends import cache_size
 from millrace.stages.backends.cache_size import SWAP_GIB, num_host_blocks, pool_bytes
 from millrace.stages.config import EngineConfig

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from millrace.kernels.layout.kv_layout import KVKind
-from millrace.stages.allocate.block_pool import BlockPool
 from millrace.stages.allocate.kind_index import KindIndex, num_usable
 from millrace.stages.allocate.prefix_cache import BlockChain, PrefixCache, PrefixMatch
+from millrace.stages.allocate.tiers.block_pool import BlockPool
 
 SIZE = 2  # tokens a block
 ALL = None  # a kind without a window

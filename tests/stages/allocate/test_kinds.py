@@ -14,10 +14,10 @@ import pytest
 from millrace.kernels.layout.kv_layout import KVKind, KVLayout
 from millrace.stages.allocate import slot_blocks
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.block_pool import QUARANTINED, BlockPool
-from millrace.stages.allocate.block_tables import WindowTables
-from millrace.stages.allocate.slab_pool import KindPool, SlabPool
 from millrace.stages.allocate.slot_blocks import SlotBlocks
+from millrace.stages.allocate.tiers.block_pool import QUARANTINED, BlockPool
+from millrace.stages.allocate.tiers.block_tables import WindowTables
+from millrace.stages.allocate.tiers.slab_pool import KindPool, SlabPool
 from millrace.stages.messages import Drafts, PlanReport, StepGrant, StepPlan
 from tests.counts import count, first_seed
 from tests.simulation.planting import changed

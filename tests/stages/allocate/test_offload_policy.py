@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from millrace.stages.allocate.host_tier import HostTier
-from millrace.stages.allocate.offload_policy import FREE_MOVES, MOST_CREDIT, SAMPLED, OffloadPolicy, is_sampled
-from millrace.stages.allocate.plan_in_hand import PlanInHand
 from millrace.stages.allocate.prefix_cache import PrefixCache
 from millrace.stages.allocate.slot_blocks import SlotBlocks
+from millrace.stages.allocate.tiers.host_tier import HostTier
+from millrace.stages.allocate.tiers.offload_policy import FREE_MOVES, MOST_CREDIT, SAMPLED, OffloadPolicy, is_sampled
+from millrace.stages.allocate.tiers.plan_in_hand import PlanInHand
 from millrace.stages.messages import Rates
 from tests.stages.schedule.plans import plan
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace.kernels.layout.state_layout import StateLayout
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.host_tier import HostTier
+from millrace.stages.allocate.tiers.host_tier import HostTier
 from millrace.stages.messages import STATES, Direction, Rates
 from tests.counts import count
 from tests.stages.allocate.states_walk import walk

@@ -12,7 +12,7 @@ from millrace.runtime.simulation.run import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 from millrace.runtime.trace.tracer import NO_SLOT, EventKind, Records
 from millrace.stages import SamplingParams
-from millrace.stages.allocate.block_pool import BlockState
+from millrace.stages.allocate.tiers.block_pool import BlockState
 from millrace.stages.testing.scripted.engine import Script, ScriptedEngine, scripted_engine
 
 NEVER_ENDS = Script(eos_probability=0.0)

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.deploy.cli.simulate.sweeps import _apply
 from millrace.kernels.layout.kv_layout import KVKind, KVLayout
-from millrace.stages.allocate.block_pool import BlockState
+from millrace.stages.allocate.tiers.block_pool import BlockState
 from millrace.stages.errors import ConfigError
 from millrace.stages.messages import BlockCopy, Direction, StepGrant, TableEntries
 from millrace.stages.recordings.cost_model import CostModel

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.host_tier import HostTier
 from millrace.stages.allocate.prefix_cache import PrefixCache
+from millrace.stages.allocate.tiers.host_tier import HostTier
 from millrace.stages.messages import Direction, StepGrant, StepVoid
 from millrace.stages.schedule.sequence import State
 from tests.stages.schedule.plans import request

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..messages import Bools, Indices, Ints
+from ...messages import Bools, Indices, Ints
 
 if TYPE_CHECKING:
     from .plan_in_hand import PlanInHand

@@ -6,7 +6,7 @@ that a replay decides the same.
 
 from __future__ import annotations
 
-from ..messages import Rates
+from ...messages import Rates
 
 FREE_MOVES = 256  # initial credit: blocks to move before any hit
 MOST_CREDIT = 4096  # upper bound of the credit, so that old hits do not pay forever

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 
-from ...kernels.layout.kv_layout import KVLayout
-from ...kernels.layout.state_layout import StateLayout
-from ..messages import NO_INTS, Ints, Rates
+from ....kernels.layout.kv_layout import KVLayout
+from ....kernels.layout.state_layout import StateLayout
+from ...messages import NO_INTS, Ints, Rates
 from .block_pool import BlockPool, BlockState
 from .block_tables import index_blocks
 from .offload_policy import OffloadPolicy

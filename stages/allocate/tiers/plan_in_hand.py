@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..messages import BlockCopy, Drafts, Indices, Ints, StepPlan
+from ...messages import BlockCopy, Drafts, Indices, Ints, StepPlan
 
 
 class KindMatch(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...kernels.layout.kv_layout import KVKind, KVLayout
-from ..messages import Indices, Ints
+from ....kernels.layout.kv_layout import KVKind, KVLayout
+from ...messages import Indices, Ints
 
 MOST_PASSED = 4  # entries of the prefix cache without keys, for each block of the cache, where all layers have windows
 

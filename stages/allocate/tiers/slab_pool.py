@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...kernels.layout.kv_layout import RUN_TOKENS, KVLayout, KVRoom
-from ..messages import Indices, Ints
+from ....kernels.layout.kv_layout import RUN_TOKENS, KVLayout, KVRoom
+from ...messages import Indices, Ints
 from .block_pool import ABSENT, CACHED, FREE, IN_USE, QUARANTINED, BlockPool
 
 if TYPE_CHECKING:

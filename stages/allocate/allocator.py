@@ -27,14 +27,12 @@ from ..messages import (
 )
 from .preemption import Preemptor
 from .prefix_cache import PrefixCache
-from .slot_blocks import Growth, KindBlocks, SlotBlocks, without_index
+from .slot_blocks import Growth, SlotBlocks
 from .steady_decode import SteadyDecode, SteadyLanes
 from .tiers.block_tables import BlockTables, WindowTables
+from .tiers.device_tier import KindBlocks, without_index
 from .tiers.host_tier import HostTier
 from .tiers.plan_in_hand import PlanInHand
-
-STEPS_TO_RETIRE = 8  # between two looks at which of many rows that decode have blocks to give back
-MANY_ROWS = 32  # of a plan; with fewer, blocks that windows pass are given back at once, which takes no time
 
 
 @dataclass(slots=True, eq=False)
@@ -91,17 +89,18 @@ class Allocator:
         self.last_granted = -1  # number of the last granted step
         self.layout = layout  # None: one kind whose queries see all keys
         self._slot_blocks = SlotBlocks(num_blocks, block_size, num_slots, blocks_per_slot, cache, host, layout)
-        self.kinds = self._slot_blocks.with_memory  # public, for inspection
-        self._more = self._slot_blocks.more  # the kinds after kind 0
-        self._has_windows = self._slot_blocks.has_windows
+        self._device, self._windows = self._slot_blocks.device, self._slot_blocks.windows
+        self._starts = self._slot_blocks.starts
+        self.kinds = self._device.with_memory  # public, for inspection
+        self._more = self._device.more  # the kinds after kind 0
+        self._has_windows = self._device.has_windows
         kinds = range(0 if layout is None else len(layout.kinds))
         self._most_of_one = [layout.most_blocks(kind, max_model_len) for kind in kinds] if layout is not None else []
         self.pool, self.tables = self.kinds[0].pool, self.kinds[0].tables  # public, for inspection
-        self._pool, self._tables = self._slot_blocks.pool, self._slot_blocks.tables
+        self._pool, self._tables = self._device.pool, self._device.tables
         self._ones = np.ones(num_slots, np.int32)
         self._nothing = np.zeros(num_slots, np.int32)  # `num_cached` of most plans
         self._all_slots = np.arange(num_slots)
-        self.many_rows = MANY_ROWS
         self._steady = SteadyLanes(num_lanes)  # for rows of the last plans, if these had only decodes
 
     # -- inspection and settings
@@ -109,7 +108,7 @@ class Allocator:
     @property
     def sequence_ids(self) -> NDArray[np.int64]:
         """[S] the sequence whose blocks each slot holds or held last; -1: none yet."""
-        return self._slot_blocks.sequence_ids
+        return self._starts.sequence_ids
 
     @property
     def host(self) -> HostTier | None:
@@ -142,7 +141,7 @@ class Allocator:
         self._slot_blocks.publisher.forget()
         if self.host is not None:
             self.host.reset()
-        if self._slot_blocks.has_index:
+        if self._device.has_index:
             self._pool.forget_kept()
         return sum(each.pool.forget_kept() for each in self.kinds)
 
@@ -159,9 +158,9 @@ class Allocator:
         steady = self._steady_rows_of(plan)
         if steady is not None:
             return self._serve_steady(hand, steady)
-        starting_rows = slot_blocks.starting_rows(hand)
+        starting_rows = self._starts.starting_rows(hand)
         for row in starting_rows:
-            slot_blocks.attach(hand, row, may_fork=True)
+            self._starts.attach(hand, row, may_fork=True)
         granted = _cut_to_budget(hand)
         if slot_blocks.publisher is not None and plan.allows_partial and not plan.is_decode:
             granted = slot_blocks.publisher.end_at_snapshots(plan.slots, granted)
@@ -169,13 +168,13 @@ class Allocator:
             granted = granted.copy()  # `remaining` changes where a row is detached
             for row in starting_rows:
                 if not granted[row]:
-                    slot_blocks.detach(hand, row)
+                    self._starts.detach(hand, row)
         allocation = self._with_blocks(plan, granted)
         if not self._fits(allocation.num_blocks, allocation.more):
             if self._has_windows:  # of slots that start in this plan, tables have no blocks yet
-                slot_blocks.retire(np.delete(self._all_slots, list(hand.begun)), self.last_granted)
+                self._windows.retire(np.delete(self._all_slots, list(hand.begun)), self.last_granted)
             for row in starting_rows:
-                slot_blocks.detach(hand, row)
+                self._starts.detach(hand, row)
             hand.drop_drafts()  # before any sequence is preempted or waits
             preemptor = Preemptor(slot_blocks, hand, starting_rows, self.last_granted)
             preemptor.serve()
@@ -194,14 +193,14 @@ class Allocator:
             self._end_steady(self._steady.clear())
             return None
         lane = self._steady.find(plan.slots)
-        if lane is None or self._slot_blocks.started or len(plan.slots) > plan.token_budget:
+        if lane is None or self._starts.started or len(plan.slots) > plan.token_budget:
             self._end_steady(self._steady.note(plan.slots))
             return None
         if lane.steady is None:
             if self._has_windows:
-                self._slot_blocks.retire_missed(plan.slots, self.last_granted)
+                self._windows.retire_missed(plan.slots, self.last_granted)
             in_flight = range(plan.completed_step + 1, self.last_granted + 1)
-            lane.steady = SteadyDecode(plan.slots, self._slot_blocks, in_flight)
+            lane.steady = SteadyDecode(plan.slots, self._device, self._windows, in_flight)
         if self._has_windows:
             lane.steady.prepare(plan.completed_step, self.last_granted)
         if not lane.steady.is_whole or not self._has_blocks_for(lane.steady):
@@ -214,16 +213,16 @@ class Allocator:
         if not self._more:
             return steady.growth.num_blocks <= self._pool.num_available
         needs = steady.needs()
-        if self._slot_blocks.slabs is None:
-            return self._slot_blocks.fits(needs)
-        steady.reserves = not self._slot_blocks.has_free(needs)
-        return not steady.reserves or self._slot_blocks.fits(needs)
+        if self._device.slabs is None:
+            return self._device.fits(needs)
+        steady.reserves = not self._device.has_free(needs)
+        return not steady.reserves or self._device.fits(needs)
 
     def _end_steady(self, ended: Sequence[SteadyDecode]) -> None:
         """Ends the steady decoding of rows, which have not yet given back all that their windows have passed."""
         if self._has_windows:
             for steady in ended:
-                self._slot_blocks.retire(steady.slots, self.last_granted)
+                self._windows.retire(steady.slots, self.last_granted)
 
     def _serve_steady(self, hand: PlanInHand, steady: SteadyDecode) -> tuple[StepGrant, PlanReport]:
         plan = hand.plan
@@ -235,9 +234,9 @@ class Allocator:
                 blocks = self._pool.take_behind(growth.last_blocks(), [1] * count, count, hand)
             table_slots, table_places, blocks = growth.grow(blocks)
         if steady.reserves:
-            self._slot_blocks.give_back_unused()
+            self._device.give_back_unused()
         copies: Sequence[BlockCopy] = hand.copies
-        if self._slot_blocks.has_index:
+        if self._device.has_index:
             copies, first, more_tables = without_index(copies, more_tables)
             table_slots, table_places, blocks = first.slots, first.places, first.blocks
         starts = steady.step(plan.step)
@@ -263,7 +262,7 @@ class Allocator:
     def _grow_steady(self, hand: PlanInHand, steady: SteadyDecode) -> tuple[TableEntries, ...]:
         """Makes room for all kinds, and takes the blocks of those after kind 0."""
         if steady.reserves:
-            self._slot_blocks.reserve(steady.needs(), hand)
+            self._device.reserve(steady.needs(), hand)
         made = []
         for each, growth in zip(self._more, steady.more, strict=True):
             blocks = NO_INTS
@@ -296,9 +295,9 @@ class Allocator:
             lengths = _with_reserved(tables, plan, granted, lengths)
         num_beyond = lengths - tables.capacity[plan.slots]
         rows = (num_beyond > 0).nonzero()[0]
-        if isinstance(tables, WindowTables) and len(rows) and self._keeps_passed(plan):
+        if isinstance(tables, WindowTables) and len(rows) and self._windows.keeps_passed(plan):
             slots, num_in_flight = plan.slots[rows], self.last_granted - plan.completed_step
-            goes_on = (granted[rows] == 1) & self._slot_blocks.may_go_on(each, slots, num_in_flight)
+            goes_on = (granted[rows] == 1) & self._windows.may_go_on(each, slots, num_in_flight)
             rows, again = rows[~goes_on], rows[goes_on]
         counts = tables.num_blocks_for(num_beyond[rows])
         return Growth(rows, counts, int(counts.sum()), again)
@@ -307,7 +306,7 @@ class Allocator:
         """Whether the pools have so many blocks of kind 0, and those of the others."""
         if not self._more:
             return num_blocks <= self._pool.num_available
-        return self._slot_blocks.fits([num_blocks, *(growth.num_blocks for growth in more)])
+        return self._device.fits([num_blocks, *(growth.num_blocks for growth in more)])
 
     # -- grant and report
 
@@ -324,30 +323,30 @@ class Allocator:
         table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
         more_tables: tuple[TableEntries, ...] = ()
         if self._more:
-            slot_blocks.reserve(allocation.needs, hand)
+            self._device.reserve(allocation.needs, hand)
             more_tables = slot_blocks.grow_more(hand, allocation.more)
         if allocation.num_blocks or hand.begun:
             table_slots, table_places, blocks = slot_blocks.grow(
                 hand, plan.slots[allocation.grows], allocation.counts, allocation.num_blocks
             )
         if self._more:
-            slot_blocks.give_back_unused()
+            self._device.give_back_unused()
         starts = tables.num_tokens[slots]
         ends = starts + granted
         tables.num_tokens[slots] = ends if drafts is None else ends - drafts.counts
         self.last_granted = plan.step
         slot_blocks.last_step[slots] = plan.step
         if hand.begun:
-            slot_blocks.fork(hand)
-            slot_blocks.copy_in(hand)
-            slot_blocks.restore_states(hand)
+            self._starts.fork(hand)
+            self._starts.copy_in(hand)
+            self._starts.restore_states(hand)
         if slot_blocks.publisher is not None and not plan.is_decode:
             places = slot_blocks.publisher.note_grant(plan.step, slots, starts, ends, self._num_begun(hand, slots))
             slot_blocks.save_states(hand, places)
         if self._has_windows:
-            self._retire(plan, slots, granted)
+            self._windows.retire_after(plan, slots, granted)
         copies: Sequence[BlockCopy] = hand.copies
-        if slot_blocks.has_index:
+        if self._device.has_index:
             copies, first, more_tables = without_index(copies, more_tables)
             table_slots, table_places, blocks = first.slots, first.places, first.blocks
         return StepGrant(
@@ -362,28 +361,11 @@ class Allocator:
             table_blocks=blocks,
             is_decode=plan.is_decode,
             drafts=drafts,
-            started=slot_blocks.take_started(hand, slots) if slot_blocks.started else (),
+            started=self._starts.take(hand, slots) if self._starts.started else (),
             copies=tuple(copies),
             adapter_loads=plan.adapter_loads,
             more_tables=more_tables,
         )
-
-    def _retire(self, plan: StepPlan, slots: Indices, granted: Ints) -> None:
-        """Gives back what windows have passed in the step of a plan, whose rows got `granted` tokens.
-
-        Rows that decode may go on in the block that they have passed. What they do not need is given back once in some
-        steps, for all at once.
-        """
-        if not self._keeps_passed(plan):
-            return self._slot_blocks.retire(slots, plan.step)
-        if not plan.is_decode and np.count_nonzero(granted != 1):
-            self._slot_blocks.retire(slots[granted != 1], plan.step)
-        if plan.step % STEPS_TO_RETIRE == 0:
-            self._slot_blocks.retire_missed(slots, plan.step)
-
-    def _keeps_passed(self, plan: StepPlan) -> bool:
-        """Whether rows of a plan that decode keep the block that they have passed, to go on in it."""
-        return len(plan.slots) >= self.many_rows and plan.num_reserved is None and plan.drafts is None
 
     def _num_begun(self, hand: PlanInHand, slots: Indices) -> Ints:
         """[R] tokens with which sequences in these slots start in this plan; `_nothing` for most plans."""
@@ -399,7 +381,7 @@ class Allocator:
         is_reset: bool = False,
     ) -> PlanReport:
         pool, host = self.pool, self.host
-        slabs = self._slot_blocks.slabs
+        slabs = self._device.slabs
         if slabs is None:
             num_free, num_quarantined = pool.num_available, pool.num_quarantined
             room = self._room_of_window() if self._has_windows else None

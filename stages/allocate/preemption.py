@@ -31,15 +31,16 @@ class Preemptor:
     ) -> None:
         plan = hand.plan
         self.granted: Ints = np.zeros_like(plan.num_wanted)  # [R] tokens
-        self.new_blocks: list[Ints] = [np.zeros_like(plan.num_wanted) for _ in slot_blocks.kinds]  # [R] of each kind
+        self._slot_blocks, self._starts = slot_blocks, slot_blocks.starts
+        self._device = device = slot_blocks.device
+        self.new_blocks: list[Ints] = [np.zeros_like(plan.num_wanted) for _ in device.kinds]  # [R] of each kind
         self.preempted: list[int] = []  # slots
-        self._slot_blocks = slot_blocks
         self._hand, self._plan = hand, plan
         self._starting_rows = starting_rows
         self._row_of = {slot: row for row, slot in enumerate(plan.slots.tolist())}
         self._budget = plan.token_budget
         self._waiting_rank = -1  # highest rank of a row that waits for blocks
-        self._taken = [0] * len(slot_blocks.kinds)  # sums of `new_blocks`
+        self._taken = [0] * len(device.kinds)  # sums of `new_blocks`
         self._is_idle = plan.completed_step >= last_granted  # no step is in flight, so that nothing will change
 
     def serve(self) -> None:
@@ -53,12 +54,12 @@ class Preemptor:
     def _fits(self, need: Needs, *, with_quarantined: bool = False) -> bool:
         """Whether `need` fits beside what earlier rows of the plan get."""
         total = [taken + more for taken, more in zip(self._taken, need, strict=True)]
-        return self._slot_blocks.fits(total, with_quarantined=with_quarantined)
+        return self._device.fits(total, with_quarantined=with_quarantined)
 
     def _serve_row(self, row: int) -> None:
         plan, is_beginner = self._plan, row in self._starting_rows
         if is_beginner:
-            self._slot_blocks.attach(self._hand, row, may_fork=False)
+            self._starts.attach(self._hand, row, may_fork=False)
         wanted, rank = self._within_budget(int(self._hand.remaining[row])), int(plan.num_victims[row])
         is_behind = rank <= self._waiting_rank
         need = self._need(row, wanted)
@@ -67,9 +68,9 @@ class Preemptor:
             if victim is None:
                 break
             self._preempt(victim)
-        if is_beginner and not is_behind and self._slot_blocks.more and not self._fits(need, with_quarantined=True):
-            self._slot_blocks.detach(self._hand, row)
-            self._slot_blocks.attach(self._hand, row, may_fork=False, may_share=False)
+        if is_beginner and not is_behind and self._device.more and not self._fits(need, with_quarantined=True):
+            self._starts.detach(self._hand, row)
+            self._starts.attach(self._hand, row, may_fork=False, may_share=False)
             wanted = self._within_budget(int(self._hand.remaining[row]))
             need = self._need(row, wanted)
         if any(need) if is_behind else not self._fits(need):
@@ -78,7 +79,7 @@ class Preemptor:
         self._give(row, wanted, need)
         self._budget -= wanted
         if is_beginner and not wanted:
-            self._slot_blocks.detach(self._hand, row)
+            self._starts.detach(self._hand, row)
 
     def _within_budget(self, wanted: int) -> int:
         return wanted if wanted <= self._budget else self._budget if self._plan.allows_partial else 0
@@ -99,8 +100,8 @@ class Preemptor:
         if granted == 0:
             return self._nothing
         slot, num_reserved = self._plan.slots[row], self._num_reserved(row)
-        length = int(self._slot_blocks.tables.num_tokens[slot]) + granted
-        return [_num_lacking(each.tables, slot, length, num_reserved) for each in self._slot_blocks.kinds]
+        length = int(self._device.tables.num_tokens[slot]) + granted
+        return [_num_lacking(each.tables, slot, length, num_reserved) for each in self._device.kinds]
 
     def _num_reserved(self, row: int) -> int:
         return 0 if self._plan.num_reserved is None else int(self._plan.num_reserved[row])
@@ -110,7 +111,7 @@ class Preemptor:
         if self._fits(need, with_quarantined=True):
             return None
         for victim in self._plan.victims[: self._plan.num_victims[row]].tolist():
-            if victim not in self.preempted and self._slot_blocks.tables.capacity[victim] > 0:
+            if victim not in self.preempted and self._device.tables.capacity[victim] > 0:
                 return int(victim)
         return None
 
@@ -129,8 +130,8 @@ class Preemptor:
         Only windows come to this: what a sequence needs is free, but spread over slabs of another kind. Computed again,
         its blocks lie together.
         """
-        holders = [row for slot, row in self._row_of.items() if self._slot_blocks.tables.capacity[slot] > 0]
-        if self._slot_blocks.has_windows and holders:
+        holders = [row for slot, row in self._row_of.items() if self._device.tables.capacity[slot] > 0]
+        if self._device.has_windows and holders:
             ranks = self._plan.num_victims[holders].tolist()
             _, row = min(zip(ranks, (-row for row in holders), strict=True))
             self._preempt(int(self._plan.slots[-row]))
@@ -140,7 +141,7 @@ class Preemptor:
 
         A row that reserves gets all or nothing, unless what it computes at once counts: that of a window does.
         """
-        if not self._plan.allows_partial or (self._num_reserved(row) > 0 and not self._slot_blocks.has_windows):
+        if not self._plan.allows_partial or (self._num_reserved(row) > 0 and not self._device.has_windows):
             return 0, self._nothing
         fits = 0
         while fits < wanted:  # the most tokens whose blocks fit: any fewer fit too

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..messages import NO_INDICES, NO_INTS, Indices, Ints
-from .slot_blocks import KindBlocks, SlotBlocks
 from .tiers.block_tables import BlockTables, WindowTables
+from .tiers.device_tier import DeviceTier, KindBlocks
+from .window_blocks import WindowBlocks
 
 
 @dataclass(slots=True, eq=False)
@@ -86,11 +87,11 @@ class SteadyWindow(SteadyGrowth):
     Other blocks that windows pass are given back for all rows at once, which takes hardly longer than for one.
     """
 
-    def __init__(self, slots: Indices, starts: Ints, each: KindBlocks, slot_blocks: SlotBlocks) -> None:
+    def __init__(self, slots: Indices, starts: Ints, each: KindBlocks, windows: WindowBlocks) -> None:
         assert isinstance(each.tables, WindowTables)
         super().__init__(slots, starts, each.tables)
-        self._window, self._each, self._slot_blocks = each.tables, each, slot_blocks
-        self._is_shared = slot_blocks.publisher is not None  # whether other slots may hold its blocks
+        self._window, self._each = each.tables, each
+        self._windows, self._device = windows, windows.device
         self._rings: list[_Ring | None] = [None] * len(self._cohorts)  # of cohorts that need no other blocks
         self._passed: list[Indices] = []  # slots with blocks to give back
         self._again: Indices | None = None  # rows of the turn that go on in a block they have passed; None: all
@@ -116,7 +117,7 @@ class SteadyWindow(SteadyGrowth):
         turn, window, ring = self._cohorts[self._cohort], self._window, self._rings[self._cohort]
         if ring is not None and num_in_flight <= ring.slack:
             blocks = window.blocks[turn.slots, ring.firsts]
-            if not self._is_shared or self._each.pool.is_alone(blocks, self._slot_blocks.completed_step).all():
+            if not self._windows.may_share or self._each.pool.is_alone(blocks, self._device.completed_step).all():
                 self._again, self._reused, self._others = None, blocks, NO_INDICES
                 return
         self._again, self._reused, self._others = NO_INDICES, NO_INTS, NO_INDICES
@@ -129,7 +130,7 @@ class SteadyWindow(SteadyGrowth):
         firsts = window.num_retired[slots].astype(np.intp)
         blocks = window.blocks[slots, firsts]
         since = turn.places * window.block_size - window.passes_at(firsts)  # tokens since a row passed its first block
-        is_reused = self._slot_blocks.may_go_on(self._each, slots, num_in_flight)
+        is_reused = self._windows.may_go_on(self._each, slots, num_in_flight)
         is_ring = len(slots) == np.count_nonzero(is_reused)
         self._rings[self._cohort] = _Ring(firsts, int(since.min())) if is_ring else None
         self._passed.append(slots[(since >= 0) & ~is_reused])
@@ -140,13 +141,13 @@ class SteadyWindow(SteadyGrowth):
         """Gives back the blocks that rows have passed and will not write again."""
         slots = np.concatenate(self._passed)
         self._passed.clear()
-        self._slot_blocks.retire_of(self._each, self._window.due(slots), last_step)
+        self._windows.retire_of(self._each, self._window.due(slots), last_step)
 
     def grow(self, blocks: Ints) -> tuple[Indices, Indices, Ints]:
         """`blocks` are for the rows that need others."""
         turn, window, again = self._cohorts[self._cohort], self._window, self._again
         if len(self._reused):
-            self._slot_blocks.write_again(self._each, self._reused)
+            self._windows.write_again(self._each, self._reused)
             if (ring := self._rings[self._cohort]) is not None:
                 ring.firsts = window.num_retired[turn.slots] = ring.firsts + turn.ones
             else:
@@ -173,14 +174,14 @@ class SteadyDecode:
     plans with the identical `slots` array, which schedule replaces when a sequence comes or goes.
     """
 
-    def __init__(self, slots: Indices, slot_blocks: SlotBlocks, in_flight: Iterable[int]) -> None:
+    def __init__(self, slots: Indices, device: DeviceTier, windows: WindowBlocks, in_flight: Iterable[int]) -> None:
         """`in_flight`: steps that may be of these rows, and do not come by `step`."""
         self.slots = slots
-        self._tables = tables = slot_blocks.tables
+        self._tables = tables = device.tables
         self.starts: Ints = tables.num_tokens[slots]  # [R] positions of the tokens of the next step
         self._ones = np.ones(len(slots), np.int32)
-        self.growth = _growth_of(slot_blocks.kinds[0], slots, self.starts, slot_blocks)
-        self.more = [_growth_of(each, slots, self.starts, slot_blocks) for each in slot_blocks.more]  # of other kinds
+        self.growth = _growth_of(device.kinds[0], slots, self.starts, windows)
+        self.more = [_growth_of(each, slots, self.starts, windows) for each in device.more]  # of other kinds
         self._in_flight = deque(in_flight)  # steps of these rows, kept for windows
         self.windows = [growth for growth in (self.growth, *self.more) if isinstance(growth, SteadyWindow)]
         self.reserves = False  # whether kinds need slabs for the next step
@@ -210,9 +211,9 @@ class SteadyDecode:
         return starts
 
 
-def _growth_of(each: KindBlocks, slots: Indices, starts: Ints, slot_blocks: SlotBlocks) -> SteadyGrowth:
+def _growth_of(each: KindBlocks, slots: Indices, starts: Ints, windows: WindowBlocks) -> SteadyGrowth:
     is_window = isinstance(each.tables, WindowTables)
-    return SteadyWindow(slots, starts, each, slot_blocks) if is_window else SteadyGrowth(slots, starts, each.tables)
+    return SteadyWindow(slots, starts, each, windows) if is_window else SteadyGrowth(slots, starts, each.tables)
 
 
 @dataclass(slots=True, eq=False)

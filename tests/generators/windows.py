@@ -196,8 +196,8 @@ async def _at_rest(allocator: Any) -> None:
 def _plant(engine: Engine, case: Case, draw: random.Random) -> None:
     """Steps that fail once they have written, and crashes of allocate in the middle of a plan."""
     stages: Any = engine.pipeline.stages
-    device, slot_blocks = stages["execute"].device, stages["allocate"].allocator._slot_blocks
-    stages["allocate"].allocator.many_rows = draw.choice([1, 32])  # from which on rows go on in blocks they passed
+    device, allocator = stages["execute"].device, stages["allocate"].allocator
+    allocator._windows.many_rows = draw.choice([1, 32])  # from which on rows go on in blocks they passed
     run_forward, fails = device._run_forward, _at(draw, case.num_voids, 25)
 
     def failing(grant: Any, forward: Callable[[Any], Any]) -> Any:
@@ -210,8 +210,8 @@ def _plant(engine: Engine, case: Case, draw: random.Random) -> None:
         return run_forward(grant, forward_and_fail)
 
     device._run_forward = failing
-    victim = draw.choice([*(each.pool for each in slot_blocks.kinds), slot_blocks])
-    name = "retire" if victim is slot_blocks else "take_behind"
+    victim = draw.choice([*(each.pool for each in allocator._device.kinds), allocator._windows])
+    name = "retire" if victim is allocator._windows else "take_behind"
     method, crashes = getattr(victim, name), _at(draw, case.num_crashes, 10)
 
     def crashing(*args: Any) -> Any:

@@ -17,6 +17,7 @@ from pytest import MonkeyPatch
 from millrace.stages.allocate import prefix_cache
 from millrace.stages.allocate.partial_blocks import PartialBlocks
 from millrace.stages.allocate.prefix_publisher import PrefixPublisher
+from millrace.stages.allocate.sequence_starts import SequenceStarts
 from millrace.stages.allocate.slot_blocks import SlotBlocks
 from millrace.stages.allocate.tiers.block_pool import BlockPool
 from millrace.stages.allocate.tiers.host_tier import HostTier
@@ -118,24 +119,24 @@ def fork_source_not_held() -> AbstractContextManager[None]:
     """The block that a sequence copies from may be reused before it is copied."""
 
     def change(attach: Any) -> Any:
-        def careless(self: SlotBlocks, hand: PlanInHand, row: int, *, may_fork: bool) -> None:
+        def careless(self: SequenceStarts, hand: PlanInHand, row: int, *, may_fork: bool) -> None:
             attach(self, hand, row, may_fork=may_fork)
             beginning = hand.begun.get(int(hand.plan.slots[row]))
             if beginning is not None and beginning.source is not None:
-                self.pool.give_back(np.array([beginning.source], np.int32), -1, self.completed_step)
+                self.device.pool.give_back(np.array([beginning.source], np.int32), -1, self.device.completed_step)
 
         return careless
 
     def change_fork(fork: Any) -> Any:
-        def without_giving_back(self: SlotBlocks, hand: PlanInHand) -> None:
-            give_back, self.pool.give_back = self.pool.give_back, lambda *_: None  # type: ignore[method-assign]
+        def without_giving_back(self: SequenceStarts, hand: PlanInHand) -> None:
+            give_back, self.device.pool.give_back = self.device.pool.give_back, lambda *_: None  # type: ignore[method-assign]
             fork(self, hand)
-            self.pool.give_back = give_back  # type: ignore[method-assign]
+            self.device.pool.give_back = give_back  # type: ignore[method-assign]
 
         return without_giving_back
 
     def change_give_up(give_up: Any) -> Any:
-        def without_giving_back(self: SlotBlocks, hand: PlanInHand, slot: int) -> None:
+        def without_giving_back(self: SequenceStarts, hand: PlanInHand, slot: int) -> None:
             beginning = hand.begun.get(slot)
             if beginning is not None and beginning.source is not None:
                 hand.begun[slot] = replace(beginning, source=None)
@@ -151,7 +152,7 @@ def fork_source_not_held() -> AbstractContextManager[None]:
                 ("fork", change_fork),
                 ("_give_up_beginning", change_give_up),
             ):
-                patch.setattr(SlotBlocks, name, made(getattr(SlotBlocks, name)))
+                patch.setattr(SequenceStarts, name, made(getattr(SequenceStarts, name)))
             yield
 
     return planted()
@@ -161,27 +162,27 @@ def fork_source_reused_while_copied() -> AbstractContextManager[None]:
     """The block that a sequence copies from is freed as soon as the step that copies it is granted."""
 
     def change(fork: Any) -> Any:
-        def hasty(self: SlotBlocks, hand: PlanInHand) -> None:
+        def hasty(self: SequenceStarts, hand: PlanInHand) -> None:
             with of_step(hand, -1):
                 fork(self, hand)
 
         return hasty
 
-    return changed(SlotBlocks, "fork", change)
+    return changed(SequenceStarts, "fork", change)
 
 
 def forked_block_never_let_go() -> AbstractContextManager[None]:
     """A sequence that copies from a block goes on holding it."""
 
     def change(fork: Any) -> Any:
-        def clinging(self: SlotBlocks, hand: PlanInHand) -> None:
-            give_back, self.pool.give_back = self.pool.give_back, lambda *_: None  # type: ignore[method-assign]
+        def clinging(self: SequenceStarts, hand: PlanInHand) -> None:
+            give_back, self.device.pool.give_back = self.device.pool.give_back, lambda *_: None  # type: ignore[method-assign]
             fork(self, hand)
-            self.pool.give_back = give_back  # type: ignore[method-assign]
+            self.device.pool.give_back = give_back  # type: ignore[method-assign]
 
         return clinging
 
-    return changed(SlotBlocks, "fork", change)
+    return changed(SequenceStarts, "fork", change)
 
 
 @contextmanager
@@ -264,7 +265,7 @@ def half_a_block_forgotten() -> AbstractContextManager[None]:
     def change(preempt: Any) -> Any:
         def short(self: SlotBlocks, hand: PlanInHand, slot: int) -> None:
             num_copies = len(hand.copies)
-            num_full = int(self.tables.num_tokens[slot]) // self.pool.block_size
+            num_full = int(self.device.tables.num_tokens[slot]) // self.device.pool.block_size
             preempt(self, hand, slot)
             if len(hand.copies) > num_copies:
                 copy = hand.copies.pop()

@@ -4,5 +4,5 @@ Owns: which blocks are free, in use or cached, on the device and on the host; th
 In: what the plan in hand takes and gives back; completed steps.
 Out: block ids; what was evicted.
 Imports: the root of `stages`, the layout of kinds in `kernels/layout`.
-Start with: `block_pool.py`, the pool of one kind; then `host_tier.py`.
+Start with: `device_tier.py` and `host_tier.py`; `block_pool.py` is the pool of one kind.
 """

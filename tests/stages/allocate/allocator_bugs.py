@@ -18,6 +18,7 @@ from millrace.stages.allocate.partial_blocks import PartialBlocks
 from millrace.stages.allocate.preemption import Preemptor
 from millrace.stages.allocate.prefix_cache import BlockChain, PrefixCache
 from millrace.stages.allocate.prefix_publisher import PrefixPublisher
+from millrace.stages.allocate.sequence_starts import SequenceStarts
 from millrace.stages.allocate.slot_blocks import SlotBlocks
 from millrace.stages.allocate.tiers.block_pool import BlockPool
 from millrace.stages.allocate.tiers.block_tables import BlockTables
@@ -109,14 +110,14 @@ def detached_in_name_only() -> AbstractContextManager[None]:
     """A row that cannot start after all keeps the cached blocks that it found."""
 
     def change(detach: Any) -> Any:
-        def lossy(self: SlotBlocks, hand: PlanInHand, row: int) -> None:
+        def lossy(self: SequenceStarts, hand: PlanInHand, row: int) -> None:
             with MonkeyPatch.context() as patch:
-                patch.setattr(self.pool, "give_back", lambda *args: None)
+                patch.setattr(self.device.pool, "give_back", lambda *args: None)
                 detach(self, hand, row)
 
         return lossy
 
-    return changed(SlotBlocks, "detach", change)
+    return changed(SequenceStarts, "detach", change)
 
 
 # -- blocks that are used again
@@ -185,7 +186,7 @@ def copied_back_in_the_wrong_place() -> AbstractContextManager[None]:
     """Blocks from the host are copied after the shared ones without skipping the shared part."""
 
     def change(copy_in: Any) -> Any:
-        def shifted(self: SlotBlocks, hand: PlanInHand) -> None:
+        def shifted(self: SequenceStarts, hand: PlanInHand) -> None:
             copy_in(self, hand)
             for place, copy in enumerate(hand.copies):
                 if copy.direction is Direction.IN:
@@ -193,7 +194,7 @@ def copied_back_in_the_wrong_place() -> AbstractContextManager[None]:
 
         return shifted
 
-    return changed(SlotBlocks, "copy_in", change)
+    return changed(SequenceStarts, "copy_in", change)
 
 
 def reset_keeps_the_host() -> AbstractContextManager[None]:
@@ -217,13 +218,13 @@ def one_block_found_too_many() -> AbstractContextManager[None]:
     """The device is notified of one cached block too many."""
 
     def change(with_beginning: Any) -> Any:
-        def boasting(self: SlotBlocks, hand: PlanInHand, started: Started) -> Started:
+        def boasting(self: SequenceStarts, hand: PlanInHand, started: Started) -> Started:
             told: Started = with_beginning(self, hand, started)
-            return replace(told, num_cached=told.num_cached + self.pool.block_size) if told.num_cached else told
+            return replace(told, num_cached=told.num_cached + self.device.pool.block_size) if told.num_cached else told
 
         return boasting
 
-    return changed(SlotBlocks, "_with_beginning", change)
+    return changed(SequenceStarts, "_with_beginning", change)
 
 
 def salt_ignored() -> AbstractContextManager[None]:
@@ -329,14 +330,14 @@ def copied_into_the_wrong_block() -> AbstractContextManager[None]:
     """The forked block goes after the shared ones, even if host blocks come in between."""
 
     def change(fork: Any) -> Any:
-        def shifted(self: SlotBlocks, hand: PlanInHand) -> None:
+        def shifted(self: SequenceStarts, hand: PlanInHand) -> None:
             with MonkeyPatch.context() as patch:
                 patch.setattr(ReusedPrefix, "num_whole", property(lambda beginning: len(beginning.shared)))
                 fork(self, hand)
 
         return shifted
 
-    return changed(SlotBlocks, "fork", change)
+    return changed(SequenceStarts, "fork", change)
 
 
 def whole_block_stays_a_tail() -> AbstractContextManager[None]:

@@ -207,8 +207,8 @@ class CachedWalk(Walk):
         if host is not None:  # as the next plan would
             host.complete_steps(self.scheduler.completed_step, (), self.scheduler.generation)
         assert host is None or all(pool.num_free == pool.num_blocks for pool in (host.pool, *host.more))
-        slot_blocks = self.allocator._slot_blocks
-        assert not slot_blocks.pool.num_in_use and not slot_blocks.pool.num_cached
+        pool = self.allocator._device.pool
+        assert not pool.num_in_use and not pool.num_cached
 
 
 def walk(seed: int, num_actions: int = ACTIONS_OF_A_WALK) -> tuple[int, Counter[str]]:

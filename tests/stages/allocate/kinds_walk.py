@@ -152,7 +152,7 @@ class Walk:
         if plan is None:
             return
         was_steady = self.allocator._steady.made
-        self.allocator.many_rows = self.many_rows
+        self.allocator._windows.many_rows = self.many_rows
         grant, report = self.allocator.serve(plan)
         if was_steady and self.allocator._steady.made == was_steady:
             self.seen["steady"] += 1
@@ -237,7 +237,7 @@ class Walk:
             self.complete()
         assert not self.flights and not self.scheduler.holders
         assert not any(each.pool.num_in_use or each.pool.num_quarantined for each in self.allocator.kinds)
-        slabs = self.allocator._slot_blocks.slabs
+        slabs = self.allocator._device.slabs
         assert slabs is None or len(slabs.unlent) == slabs.num_slabs, "a slab is lent, and no block is in use"
 
     # -- the grant
@@ -391,7 +391,7 @@ class Walk:
             num_users = np.sum(busy, axis=0)
             assert (num_users <= 1).all(), "a slab has blocks of two kinds"
             free = set((num_users == 0).nonzero()[0].tolist())
-            slabs = self.allocator._slot_blocks.slabs
+            slabs = self.allocator._device.slabs
             assert slabs is not None and set(slabs.unlent) == free, "a slab is lent without use, or used and not lent"
         for step in self.flights:  # K2
             for row in step.rows:

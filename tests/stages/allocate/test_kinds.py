@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from millrace.kernels.layout.kv_layout import KVKind, KVLayout
-from millrace.stages.allocate import slot_blocks
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.slot_blocks import SlotBlocks
+from millrace.stages.allocate.tiers import device_tier
 from millrace.stages.allocate.tiers.block_pool import QUARANTINED, BlockPool
 from millrace.stages.allocate.tiers.block_tables import WindowTables
 from millrace.stages.allocate.tiers.slab_pool import KindPool, SlabPool
+from millrace.stages.allocate.window_blocks import WindowBlocks
 from millrace.stages.messages import Drafts, PlanReport, StepGrant, StepPlan
 from tests.counts import count, first_seed
 from tests.simulation.planting import changed
@@ -286,7 +286,7 @@ def test_steady_decoding_gives_the_same_grants_as_serving_row_by_row() -> None:
 def test_many_rows_that_decode_go_on_in_the_blocks_that_they_passed(window: int) -> None:
     made = layout(40, window=window)
     keeps, gives_back = (Allocator(made.num_blocks[0], 2, 6, 60, layout=made) for _ in range(2))
-    keeps.many_rows = 3
+    keeps._windows.many_rows = 3
     prompts, again = {0: 9, 1: 12, 2: 7}, 0
     for allocator in (keeps, gives_back):
         allocator.serve(plan(0, prompts))
@@ -342,27 +342,28 @@ def retired_without_quarantine() -> AbstractContextManager[None]:
     """What slid out of the granted tokens is free at once, although a step in flight sees it."""
 
     def change(retire: Any) -> Any:
-        def hasty(self: SlotBlocks, slots: Any, step: int) -> None:
+        def hasty(self: WindowBlocks, slots: Any, step: int) -> None:
             retire(self, slots, -1)
 
         return hasty
 
-    return changed(SlotBlocks, "retire", change)
+    return changed(WindowBlocks, "retire", change)
 
 
 def drafts_counted_as_certain() -> AbstractContextManager[None]:
     """Windows are cut by tokens with drafts, which may be rejected."""
 
     def change(retire: Any) -> Any:
-        def hopeful(self: SlotBlocks, slots: Any, step: int) -> None:
-            counted, within = self.tables.num_tokens.copy(), self.tables.capacity[slots]
-            self.tables.num_tokens[slots] = np.minimum(counted[slots] + 2, within)
+        def hopeful(self: WindowBlocks, slots: Any, step: int) -> None:
+            tables = self.device.tables
+            counted, within = tables.num_tokens.copy(), tables.capacity[slots]
+            tables.num_tokens[slots] = np.minimum(counted[slots] + 2, within)
             retire(self, slots, step)
-            self.tables.num_tokens[:] = counted
+            tables.num_tokens[:] = counted
 
         return hopeful
 
-    return changed(SlotBlocks, "retire", change)
+    return changed(WindowBlocks, "retire", change)
 
 
 def window_one_key_short() -> AbstractContextManager[None]:
@@ -385,7 +386,7 @@ def window_of_all_layers() -> AbstractContextManager[None]:
 
         return uniform
 
-    return changed(slot_blocks, "_kinds", change)
+    return changed(device_tier, "_kinds", change)
 
 
 def slab_lent_while_quarantined() -> AbstractContextManager[None]:
@@ -432,7 +433,7 @@ def passed_blocks_written_at_once() -> AbstractContextManager[None]:
     def change(may_go_on: Any) -> Any:
         return lambda self, each, slots, num_in_flight: may_go_on(self, each, slots, 0)
 
-    return changed(SlotBlocks, "may_go_on", change)
+    return changed(WindowBlocks, "may_go_on", change)
 
 
 BUGS = (

@@ -56,20 +56,20 @@ def test_a_long_good_time_does_not_pay_for_ever():
 def test_without_credit_all_blocks_of_a_sampled_sequence_are_moved_and_no_others():
     host = HostTier(64, BLOCK, TEN_TO_ONE)
     cache = PrefixCache(BLOCK)
-    slot_blocks = SlotBlocks(16, BLOCK, 4, 16, cache, host)
+    pool = SlotBlocks(16, BLOCK, 4, 16, cache, host).device.pool
     host.offload_policy.charge(FREE_MOVES)
     moved = {}
     for sequence_id in (SAMPLED, SAMPLED + 1):
-        blocks = slot_blocks.pool.take(3)
+        blocks = pool.take(3)
         tokens = np.arange(3 * BLOCK, dtype=np.int32) + 1000 * sequence_id
         chain = cache.chain(sequence_id, tokens)
         assert all(cache.put(chain, block) for block in blocks.tolist())
-        slot_blocks.pool.keep(blocks)
-        slot_blocks.pool.give_back(blocks, -1, -1)
+        pool.keep(blocks)
+        pool.give_back(blocks, -1, -1)
         before = host.pool.num_cached + host.pool.num_quarantined
         hand = PlanInHand.of(plan(0, {}))
-        everything = slot_blocks.pool.take(slot_blocks.pool.num_available, hand)  # evicts them
-        slot_blocks.pool.give_back(everything, -1, -1)
+        everything = pool.take(pool.num_available, hand)  # evicts them
+        pool.give_back(everything, -1, -1)
         moved[sequence_id] = host.pool.num_cached + host.pool.num_quarantined - before
         assert sum(len(copy.sources) for copy in hand.copies) == moved[sequence_id]
     assert is_sampled(SAMPLED) and not is_sampled(SAMPLED + 1)

@@ -79,7 +79,10 @@ class EngineConfig(EngineSettings):
         Called before the model is loaded, and before a server takes its port.
         """
         if self.model is not None and _is_missing(self.model):
-            raise ConfigError(f"model = {self.model}: there is no such file or folder; check the path")
+            from ..model.similar_models import similar_model
+
+            near = similar_model(self.model)
+            raise ConfigError(f"model = {self.model}: there is no such file or folder{near}; check the path")
         if self.record is not None and (problem := file_problem(Path(self.record))) is not None:
             raise ConfigError(f"record = {self.record}: {problem}")
 

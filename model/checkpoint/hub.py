@@ -15,14 +15,14 @@ from ..errors import CheckpointError, DownloadError
 from ..gguf.choice import choose, models_of
 from ..gguf.reader import part_names
 from ..gguf.siblings import model_bytes
-from .hub_sizes import SAFETENSORS, check_disk, has_all_weights, sizes_on_hub, weights_below
+from ..similar_models import BUNDLED, similar_model
+from .hub_sizes import SAFETENSORS, check_disk, has_all_weights, hub_errors, sizes_on_hub, weights_below
 from .remote_folder import fetch
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total; the total grows while files are listed
 CheckSize = Callable[[str, int, Mapping[str, int]], None]  # a GGUF model, its bytes, and those of the others
 CheckWeights = Callable[[Path, int], None]  # a folder without its weights, and the bytes of these
 
-BUNDLED = "demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
 HUB_SCHEME = "hf://"
 HUB_ADDRESS = re.compile(r"hf://([^/@]+/[^/@]+)(?:@([\w.-]{1,128}))?(/[\w./ -]+)?|([^/@]+/[^/@]+)@([\w.-]{1,128})")
@@ -77,7 +77,8 @@ def resolve(
         raise DownloadError(f"{model}: load_format = stream is for https://, s3://, gs:// and az://; leave it out")
     name, revision, folder = _hub_address(name, revision)
     if not HUB_ID.fullmatch(name):
-        raise DownloadError(f"{model[:200]!r}: no such directory, and not the form of a Hub id (owner/name)")
+        near = similar_model(model)
+        raise DownloadError(f"{model[:200]!r}: no such directory, and not the form of a Hub id (owner/name){near}")
     download = partial(_snapshot, name, revision, download_dir, token, offline, on_progress)
     cached = _cached_snapshot(name, revision, download_dir)
     if folder.endswith(".gguf"):
@@ -96,6 +97,8 @@ def resolve(
         sizes = dict.fromkeys(_cached_names(download(("*.gguf",))), 0)
     elif not sizes:
         sizes = sizes_on_hub(name, revision, token)
+        if not sizes and quant is not None:  # the Hub does not answer: what the cache has, or why there is nothing
+            sizes = dict.fromkeys(_cached_names(download(("*.gguf",))), 0)
     parts = choose(sizes, quant, name)
     if parts is not None:
         if check_size is not None:
@@ -243,7 +246,7 @@ def _snapshot(
     patterns: Sequence[str],
 ) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     name = model if revision is None else f"{model} at revision {revision}"
     try:
@@ -260,21 +263,28 @@ def _snapshot(
             )
         )
     except LocalEntryNotFoundError as error:
+        near = similar_model(model, _cache(download_dir)) if patterns else ""
         if offline:
             raise DownloadError(
-                f"{name}: not in the cache, and offline mode forbids fetching it; run once without offline mode "
+                f"{name}: not in the cache, and offline mode forbids fetching it{near}; run once without offline mode "
                 "(HF_HUB_OFFLINE), or give a local directory"
             ) from None
-        raise DownloadError(f"{name}: not in the cache, and the Hub cannot be reached: {_brief(error)}") from None
+        reason = _brief(error.__cause__ or error)
+        raise DownloadError(
+            f"{name}: no such directory here{near}, not in the cache, and the Hub cannot be reached: {reason}; check "
+            "the name, network and proxy, or give a local directory"
+        ) from None
     except GatedRepoError:
         raise DownloadError(f"{name}: accept its licence on the Hub, then give a token (HF_TOKEN)") from None
     except RepositoryNotFoundError:
+        near = similar_model(model, _cache(download_dir))
         raise DownloadError(
-            f"{name}: no such directory here and no such model on the Hub; check the name, or give a token (HF_TOKEN) "
-            "if it is private"
+            f"{name}: no such directory here and no such model on the Hub{near}; check the name, or give a token "
+            "(HF_TOKEN) if it is private"
         ) from None
-    except (HfHubHTTPError, OSError) as error:
-        raise DownloadError(f"{name}: download failed: {_brief(error)}; run again to go on where it stopped") from None
+    except hub_errors() as error:
+        reason = _brief(error).removesuffix(".")
+        raise DownloadError(f"{name}: download failed: {reason}; run again to go on where it stopped") from None
 
 
 def _reporting_bar(on_progress: Progress) -> Any:
@@ -303,5 +313,5 @@ def _is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def _brief(error: Exception) -> str:
+def _brief(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

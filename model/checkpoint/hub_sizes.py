@@ -17,14 +17,24 @@ SAFETENSORS = "*.safetensors"
 def sizes_on_hub(model: str, revision: str | None, token: str | None) -> dict[str, int]:
     """The bytes of a repository's files; none where the Hub does not answer, as the download then says why."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.hf_api import RepoFile
 
     try:
         found = HfApi(token=token).list_repo_tree(model, recursive=True, revision=revision)
         return {file.path: file.size for file in found if isinstance(file, RepoFile)}
-    except (HfHubHTTPError, OSError):
+    except hub_errors():
         return {}
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What a request to the Hub raises if it is refused, or if no answer comes.
+
+    A ValueError is one of a proxy or of HF_ENDPOINT that is no address. NOTE: the errors of huggingface_hub's HTTP
+    client, such as one of a host that cannot be found, are no OSError.
+    """
+    from huggingface_hub import errors
+
+    return errors.HfHubHTTPError, getattr(errors, "HTTPError", OSError), OSError, ValueError
 
 
 def weights_below(folder: str, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from millrace.model.checkpoint import hub
 from millrace.model.checkpoint.hub import bundled_model_path, model_name, resolve
 from millrace.model.checkpoint.hub_sizes import check_disk, has_all_weights, weights_below
 from millrace.model.errors import CheckpointError, DownloadError
+from millrace.model.similar_models import similar_model
 
 
 @pytest.fixture
@@ -212,6 +213,67 @@ def test_a_download_fetches_what_is_needed_and_reports_bytes(name: str, said: st
         server.shutdown()
         server.server_close()
     assert out.stdout.startswith(said), out.stdout + out.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["owner/name", "owner/name:Q4_K_M"])
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"HF_ENDPOINT": "nonsense"}, "download failed: Request URL is missing"),
+        ({"HF_ENDPOINT": "https://127.0.0.1:9", "HTTPS_PROXY": "ftp://x"}, "Unknown scheme for proxy"),
+    ],
+    ids=["no address", "proxy"],
+)
+def test_a_hub_that_cannot_be_asked_is_one_line_with_the_reason(
+    variables: dict[str, str], said: str, name: str, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0"} | variables
+    command = [sys.executable, "-c", DOWNLOAD, name, str(tmp_path)]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert out.stdout.startswith("DownloadError: owner/name: ") and said in out.stdout, out.stdout + out.stderr
+
+
+def test_a_hub_without_an_answer_is_told_with_the_model_that_may_be_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import errors
+
+    def unreachable(*args: Any, **options: Any) -> Any:
+        raise errors.HTTPError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_tree", unreachable)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(DownloadError, match="demoo: download failed: Name or service not known; run again"):
+        resolve("demoo", download_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("dmeo", "demo"),
+        ("Demo", "demo"),
+        ("models/qwen3", "models/qwen3-a"),
+        ("models/qwen3-a.ggf", "models/qwen3-a.gguf"),
+        ("Owner/name-1b", "owner/Name-1B"),
+        ("models/empt", None),
+        ("gpt2", None),
+        ("a" * 5000, None),
+        ("x\0y", None),
+    ],
+)
+def test_a_name_that_leads_nowhere_names_the_model_here_that_is_most_like_it(
+    name: str, meant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models/qwen3-a", "models/empty", "cache/models--owner--Name-1B"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "models/qwen3-a/config.json").touch()
+    (tmp_path / "models/qwen3-a.gguf").touch()
+    assert similar_model(name, tmp_path / "cache") == ("" if meant is None else f" (did you mean {meant}?)")
+    with pytest.raises(DownloadError) as caught:
+        resolve(name, download_dir=tmp_path / "cache", offline=True)
+    assert meant is None or f"(did you mean {meant}?)" in str(caught.value)
 
 
 def test_a_download_that_the_disk_has_no_room_for_is_refused_with_the_numbers(

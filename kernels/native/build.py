@@ -74,7 +74,12 @@ def file_name(instruction_set: str) -> str:
 def is_ready(instruction_set: str) -> bool:
     """Whether `library_path` returns without compiling."""
     name = file_name(instruction_set)
-    return (PREBUILT / name).exists() or (cache_folder() / name).exists()
+    if (PREBUILT / name).exists():
+        return True
+    try:
+        return (cache_folder() / name).exists()
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
+        return False
 
 
 def cache_folder() -> Path:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-LoadPhase = Literal["start", "download", "read", "pack", "join", "probe"]
+LoadPhase = Literal["start", "download", "compile", "read", "pack", "join", "probe"]
 VERBS: dict[LoadPhase, str] = {
     "start": "starting",
     "download": "downloading files",
+    "compile": "compiling the native library, once",
     "read": "reading weights",
     "pack": "packing weights",
     "join": "waiting for the other ranks",

@@ -112,6 +112,7 @@ class EarlyLoading:
             check_chat_template(None, config.chat_template)
         with self.phases("resolve"):
             root = resolve(config, self.phases.progress)
+            self.phases.progress.begin("start")  # nothing is downloaded any more
         if config.chat_template is not None:
             check_chat_template(root, config.chat_template)
         threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)

@@ -10,7 +10,9 @@ from typing import Any, cast
 
 from numpy.typing import NDArray
 
+from ...kernels.native import build
 from ...kernels.native.errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
+from ...kernels.native.library import choose_instruction_set
 from ...kernels.native.machine import instruction_sets
 from ...kernels.native.model import GROUP_SIZE, NativeModel
 from ...kernels.native.shape import CacheDType, DType
@@ -63,6 +65,7 @@ def load_native_model(
         if config.load_format == "dummy":  # no file has limited the sizes
             _check_least_memory(config, shape)
         with phases("library"):
+            _tell_compilation(phases)
             packed = packed_weights(source, expected_shapes(shape), native_shape(shape), config.quantization)
             model = _make_native_model(config, shape, threads, packed)
             packed.tell(model.quantization or model.dtype)
@@ -78,6 +81,14 @@ def load_native_model(
         return model
     except (NativeUnavailableError, UnsupportedModelError) as error:
         return str(error)
+
+
+def _tell_compilation(phases: Phases) -> None:
+    """Tells that the native library is about to be compiled, if it is: that takes a minute on few cores."""
+    name = choose_instruction_set()
+    if not build.is_ready(name):
+        phases.progress.begin("compile")
+        log.info("native_library.compiling", instruction_set=name)
 
 
 def native_fit(

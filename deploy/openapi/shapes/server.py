@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from ....runtime.startup.load_progress import LoadPhase
 from ...api.schema.shapes import Count, EngineOfFleet, Shape
 
 
@@ -98,7 +99,7 @@ class FileProgress(Shape):
 class LoadingProgress(Shape):
     """How far the model is loaded. Bytes are those of the phase."""
 
-    phase: Literal["start", "download", "read", "pack", "probe"]
+    phase: LoadPhase
     num_bytes: Count
     total_bytes: Count  # 0 while it is not known
     percent: float | None

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -26,6 +27,7 @@ from millrace.kernels.native.shape import Array
 from millrace.model.checkpoint import hub
 from millrace.model.demo import WEIGHTS
 from millrace.model.errors import CheckpointError, TemplateError
+from millrace.runtime.env.log import captured_logs
 from millrace.runtime.startup.phases import Phases
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import ConfigError
@@ -60,6 +62,32 @@ def test_weights_are_read_in_calls_that_tell_their_bytes(monkeypatch: pytest.Mon
     assert sum(count for _, count in told) == expected[0]["model.safetensors"]
     assert size - 20_000 < expected[0]["model.safetensors"] < size  # less the header
     assert begun.phases.progress.state().phase == "pack"
+
+
+@needs_native
+def test_a_start_that_compiles_the_library_says_so_and_not_that_it_downloads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    instruction_set = library.choose_instruction_set()
+    ready = build.library_path(instruction_set)
+    phases: list[str] = []
+
+    def compile_library(name: str, target: Path) -> None:
+        phases.append(begun.phases.progress.state().phase)
+        shutil.copy(ready, target)
+
+    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "compile_library", compile_library)
+    for cached in (library.load, library._load_once):
+        monkeypatch.setattr(library, cached.__name__, cache(cached.__wrapped__))  # this process has loaded it
+    with captured_logs() as logs:
+        begun = opening(SMALL)
+        native = begun.result().native_model
+        assert native is not None and native.result().instruction_set == instruction_set
+        begun.close()
+    events = [line["event"] for line in logs]
+    is_compiled = build.PREBUILT not in ready.parents
+    assert phases == ["compile"] * is_compiled and events.count("native_library.compiling") == is_compiled
 
 
 def threads() -> list[str]:

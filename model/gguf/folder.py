@@ -31,7 +31,7 @@ from .reader import GgufFile, Metadata, open_files, parts_of
 from .tokenizer import read_tokenizer
 
 POINTER = "gguf.json"
-VERSION = 8  # of the folders; a change of what is written counts it up
+VERSION = 9  # of the folders; a change of what is written counts it up
 MAKING = "making-"  # begins the name of a folder that is not finished
 MOST_FOLDERS = 32  # up to 12 MB each, of a vocabulary of 262,144
 UNUSED_S = 3600.0

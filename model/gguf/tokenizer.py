@@ -16,76 +16,10 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, quoted
 from ..stored_tokenizer import StoredTokenizer
 from .merges import merges_of, used_merges
+from .pre_tokenizers import OF_ARCHITECTURE, PRE_TOKENIZERS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token_type
 
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3 = WORDS + r"|\p{N}{1,3}" + REST
-QWEN2 = WORDS + r"|\p{N}" + REST
-QWEN35 = (  # marks belong to letters
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{SUFFIX}|\p{{N}}{{1,3}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-DEEPSEEK3 = (
-    r"\p{N}{1,3}",
-    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-SEED = WORDS + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]")
-DIGITS = (r"\p{N}", GPT2)
-
-# the name in a file -> the expressions that split a text, each applied to what the ones before it left
-SPLITS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("gpt-2", "mpt", "olmo", "phi-2", "roberta-bpe", "exaone4", "trillion", "granite-docling"), (GPT2,)
-    ),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), (LLAMA3,)),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "grok-2"), (QWEN2,)),
-    **dict.fromkeys(("qwen35",), (QWEN35,)),
-    **dict.fromkeys(("tekken",), (TEKKEN,)),
-    **dict.fromkeys(("gpt-4o", "llama4"), (GPT4O,)),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
-    **dict.fromkeys(("seed-coder",), (SEED,)),
-    **dict.fromkeys(("falcon",), FALCON),
-}
-WHOLE_WORDS = {
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-    "falcon-h1",
-    "pixtral",
-    "lfm2",
-    "tekken",
-    "gpt-4o",
-    "llama4",
-}
-BEGINS = {
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-    "falcon-h1",
-    "pixtral",
-    "lfm2",
-    "tekken",
-}  # if the file is silent
 SPACE = "▁"
 SENTENCEPIECE = ("llama", "gemma4")
 PHI_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens take the spaces behind them
@@ -173,21 +107,31 @@ def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
 def _byte_level(
     metadata: Mapping[str, Any], vocabulary: dict[str, int], types: Sequence[int], source: str
 ) -> tuple[Any, NDArray[np.int32]]:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    name = metadata.get("tokenizer.ggml.pre", "default")
-    if name not in SPLITS:
+    name = _pre_tokenizer(metadata)
+    if name not in PRE_TOKENIZERS:
         raise CheckpointError(
             f"{source}: tokenizer.ggml.pre = {quoted(name)}: its way to split a text is unknown; serve the "
             "model's checkpoint in Hugging Face format"
         )
-    merges = _listed_merges(metadata, vocabulary, source)
-    tokenizer = Tokenizer(models.BPE(ignore_merges=name in WHOLE_WORDS))
-    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[name]]
+    if not metadata.get("tokenizer.ggml.merges"):
+        raise CheckpointError(f"{source}: tokenizer.ggml.merges is missing, without which no token is made of bytes")
+    merges, way = _listed_merges(metadata, vocabulary, source), PRE_TOKENIZERS[name]
+    tokenizer = Tokenizer(models.BPE(ignore_merges=way.takes_words))
+    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in way.splits]
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=_flag(metadata, "add_space_prefix", False), use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
+    if way.is_nfc:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, merges
+
+
+def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
+    """The name of the way to split a text. The first files had none: then that of all models of the architecture."""
+    silent = OF_ARCHITECTURE.get(str(metadata.get("general.architecture")), "default")
+    return str(metadata.get("tokenizer.ggml.pre", silent))
 
 
 def _listed_merges(metadata: Mapping[str, Any], vocabulary: dict[str, int], source: str) -> NDArray[np.int32]:
@@ -236,8 +180,8 @@ def _add_template(tokenizer: Any, metadata: Mapping[str, Any], tokens: Sequence[
     """Has the tokenizer put its begin and end tokens around a text, where the file says so."""
     from tokenizers.processors import TemplateProcessing
 
-    name = metadata.get("tokenizer.ggml.pre", "default")
-    begins = metadata["tokenizer.ggml.model"] in SENTENCEPIECE or name in BEGINS
+    is_byte_level = metadata["tokenizer.ggml.model"] not in SENTENCEPIECE
+    begins = PRE_TOKENIZERS[_pre_tokenizer(metadata)].begins if is_byte_level else True
     around = {
         "bos": _flag(metadata, "add_bos_token", begins),
         "eos": _flag(metadata, "add_eos_token", False),

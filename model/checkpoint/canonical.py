@@ -19,7 +19,7 @@ from .safetensors import BFLOAT16
 from .stored_tensors import StoredTensors
 
 # In canonical names: of what packed files may hold by itself where the family has one tensor of several
-STORED_APART = ("experts.", ".recurrent.", ".mlp.")
+STORED_APART = ("experts.", ".recurrent.", ".mlp.", ".self_attn.")
 
 
 class TensorSources:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, shown
 from ..grouped_matrix import GroupedMatrix
 from ..named_tensors import NamedTensors, StoredPiece
-from .architectures import ARCHITECTURES, FACTOR_TENSORS, Architecture
+from .architecture import SPLIT_QKV, Architecture
+from .architectures import ARCHITECTURES, FACTOR_TENSORS
 from .blocks import BLOCKS, matrix, unpack
 from .expert_architectures import BARE
 from .keys import Keys
@@ -35,12 +36,24 @@ class TensorPlace(NamedTuple):
     part: int | None  # of a stack of `num_parts`: of an expert, or of its gate and up
     num_parts: int = 1
     values: TensorPlace | None = None  # of a matrix in two tensors, for keys and for values: the latter
+    rows: slice | None = None  # of a tensor with the rows of several, which are these
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the tensor, or of the part."""
         shape = self.file.tensors[self.stored].shape
+        if self.rows is not None:
+            return (self.rows.stop - self.rows.start, *shape[1:])
         return shape if self.part is None else (shape[0] * shape[1] // self.num_parts, *shape[2:])
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The bytes [begin, end) within those of the whole tensor."""
+        if self.rows is not None:
+            size = self.num_bytes // self.file.tensors[self.stored].shape[0]
+            return self.rows.start * size, self.rows.stop * size
+        size = self.num_bytes // self.num_parts
+        return (self.part or 0) * size, ((self.part or 0) + 1) * size
 
     @property
     def num_bytes(self) -> int:
@@ -60,9 +73,12 @@ class GgufCheckpoint(NamedTensors[TensorPlace]):
         first = files[0].metadata
         self.architecture: Architecture = ARCHITECTURES[first["general.architecture"]]
         prefix = first["general.architecture"]
-        keys = Keys(first, prefix, {})
+        tensors = {tensor for file in files for tensor in file.tensors}
+        keys = Keys(first, prefix, {}, tensors)
         num_heads = keys.need("attention.head_count")
         self._num_heads = {"attn_q": num_heads, "attn_k": keys.most("attention.head_count_kv") or num_heads}
+        self._keys = keys
+        self._names = {**self.architecture.names, **self.architecture.more_names(keys)}
         self._orders = self.architecture.orders(keys)
         end = first[f"{prefix}.block_count"]
         behind = range(end - first.get(f"{prefix}.nextn_predict_layers", 0), end)  # that guess further tokens
@@ -83,9 +99,11 @@ class GgufCheckpoint(NamedTensors[TensorPlace]):
         size = file.tensors[stored].num_bytes
         if place.values is not None:
             return [StoredPiece(one.stored, one.file.path.name, one.num_bytes) for one in (place, place.values)]
-        if place.part is None:
+        if place.part is None and place.rows is None:
             return [StoredPiece(stored, file.path.name, size)]
-        return [StoredPiece(f"{stored}[{place.part}]", file.path.name, size // place.num_parts)]
+        begin, end = place.span
+        which = place.part if place.rows is None else f"{place.rows.start}:{place.rows.stop}"
+        return [StoredPiece(f"{stored}[{which}]", file.path.name, end - begin)]
 
     def dtype(self, name: str) -> str:
         """F32, in which `array` gives each tensor."""
@@ -114,7 +132,7 @@ class GgufCheckpoint(NamedTensors[TensorPlace]):
         kind = _stem(stored)
         if self.architecture.rotates_pairs and kind in self._num_heads:
             numbers = _in_halves(numbers, self._num_heads[kind])
-        if self.architecture.adds_one and kind.endswith("norm") and kind != "ssm_norm":
+        if self.architecture.adds_one and stored.endswith("norm.weight") and kind != "ssm_norm":
             numbers = numbers - np.float32(1)
         rows, columns = self._orders.get(kind, Order())
         numbers = numbers if rows is None else numbers[rows]
@@ -127,7 +145,7 @@ class GgufCheckpoint(NamedTensors[TensorPlace]):
             return "it lies in two tensors"
         file, stored = place.file, place.stored
         kind, shape, packed = _stem(stored), self.shape(name), self._packed(name)
-        begin = 0 if place.part is None else place.part * len(packed)
+        begin = place.span[0]
 
         def drop(first: int, last: int) -> None:
             file.forget(stored, begin + first, begin + last)
@@ -144,23 +162,22 @@ class GgufCheckpoint(NamedTensors[TensorPlace]):
 
     def forget(self, name: str) -> None:
         place = self._places[name]
-        if place.part is None:
-            place.file.forget(place.stored)
-        else:
-            size = len(self._packed(name))
-            place.file.forget(place.stored, place.part * size, (place.part + 1) * size)
+        place.file.forget(place.stored, *place.span)
         if place.values is not None:
             place.values.file.forget(place.values.stored)
 
     def _packed(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor."""
         place = self._places[name]
-        packed = place.file.packed(place.stored)
-        return packed if place.part is None else packed.reshape(place.num_parts, -1)[place.part]
+        begin, end = place.span
+        return place.file.packed(place.stored)[begin:end]
 
     def _place(self, file: GgufFile, stored: str) -> None:
         """Notes a tensor, or the part of each expert in a stack."""
         name = self._name(stored)
+        if SPLIT_QKV in name:
+            self._split(file, stored, name)
+            return
         if "*" not in name:
             self._places[name] = TensorPlace(file, stored, None)
             return
@@ -172,9 +189,23 @@ class GgufCheckpoint(NamedTensors[TensorPlace]):
             expert, which = divmod(part, len(names))
             self._places[names[which].replace("*", str(expert))] = TensorPlace(file, stored, part, num_parts)
 
+    def _split(self, file: GgufFile, stored: str, name: str) -> None:
+        """Notes the rows of queries, keys and values of one tensor."""
+        heads, kv_heads = self._num_heads.values()
+        of_queries, of_keys = (number * self._keys.head_dim for number in (heads, kv_heads))
+        end = of_queries + 2 * of_keys
+        if (count := file.tensors[stored].shape[0]) != end:
+            raise CheckpointError(
+                f"{file.path.name}: {shown(stored)} has {count} rows, and {heads} heads of queries and {kv_heads} of "
+                f"keys and of values, of {self._keys.head_dim} numbers, have {end}"
+            )
+        begins = {"q": 0, "k": of_queries, "v": of_queries + of_keys}
+        for (letter, begin), after in zip(begins.items(), (of_queries, of_queries + of_keys, end), strict=True):
+            self._places[name.replace("?", letter)] = TensorPlace(file, stored, None, rows=slice(begin, after))
+
     def _join(self) -> None:
         """Makes one matrix of those that make the keys and the values of latents."""
-        up, of_values = (f"{self.architecture.names.get(stem, stem)}.weight" for stem in (KEYS_UP, VALUES_UP))
+        up, of_values = (f"{self._names.get(stem, stem)}.weight" for stem in (KEYS_UP, VALUES_UP))
         for name in [name for name in self._places if name.endswith(up)]:
             place, stem = self._places.pop(name), name.removesuffix(up)
             values = self._places.pop(stem + of_values, None)
@@ -183,17 +214,17 @@ class GgufCheckpoint(NamedTensors[TensorPlace]):
                     f"{place.file.path.name}: {shown(place.stored)} makes keys of shape {list(place.shape)}, and there "
                     "is no tensor of as many heads beside it that makes values"
                 )
-            self._places[f"{stem}{self.architecture.names['attn_kv_b']}.weight"] = place._replace(values=values)
+            self._places[f"{stem}{self._names['attn_kv_b']}.weight"] = place._replace(values=values)
 
     def _name(self, stored: str) -> str:
         """The Hugging Face name of a stored tensor: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj.weight."""
         number, stem, suffix = _parts(stored)
-        if stem not in self.architecture.names or (not suffix and stem not in BARE_STEMS):
+        if stem not in self._names or (not suffix and stem not in BARE_STEMS):
             raise CheckpointError(
                 f"{self.root}: tensor {shown(stored)} is of no known kind in a {self.architecture.model_type} model; "
                 "the output would be wrong without it"
             )
-        found = self.architecture.names[stem]
+        found = self._names[stem]
         found = found.format(number) if "{}" in found else f"model.layers.{number}.{found}" if number else found
         return found + ("" if stem in BARE_STEMS else suffix)
 

@@ -1,4 +1,4 @@
-"""The architectures of GGUF files with experts: Mixtral, Qwen-MoE, OLMoE, gpt-oss, Granite MoE and GLM-4.5.
+"""The architectures of GGUF files with experts: Mixtral, Qwen-MoE, OLMoE, gpt-oss, Granite MoE, GLM-4.5, Dots, Ernie.
 
 A file stacks the experts of a layer in three tensors, [E, rows, columns]; each expert's part has its canonical name.
 Whether chosen weights are divided by their sum is in few files: llama.cpp knows it by the architecture.
@@ -89,4 +89,23 @@ def glm4_moe(keys: Keys) -> Config:
         "norm_topk_prob": bool(keys.get("expert_weights_norm", True)),
         "n_group": keys.get("expert_group_count", 1) or 1,
         "topk_group": keys.get("expert_group_used_count", 1) or 1,
+    }
+
+
+def dots1(keys: Keys) -> Config:
+    """As `glm4_moe`, without windows."""
+    return {**glm4_moe(keys), "sliding_window": None}
+
+
+def ernie_moe(keys: Keys) -> Config:
+    """Ernie 4.5. The size that the file gives of the shared network is not that of its tensors."""
+    shared = keys.get("expert_shared_count", 0)
+    return {
+        **experts(keys),
+        "moe_num_shared_experts": shared,
+        "moe_layer_start_index": keys.get("leading_dense_block_count", 0),
+        "moe_layer_interval": keys.get("interleave_moe_layer_step", 1),
+        "moe_layer_end_index": -1,
+        "use_bias": "blk.0.attn_q.bias" in keys.tensors,
+        "attention_bias": False,
     }

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from ..errors import CheckpointError, quoted, shown
 from ..files import read_json
-from .architectures import ARCHITECTURES, FACTOR_TENSORS, shared_config
+from .architecture import shared_config
+from .architectures import ARCHITECTURES, FACTOR_TENSORS
 from .blocks import unpack
 from .checkpoint import GgufCheckpoint
 from .keys import Keys

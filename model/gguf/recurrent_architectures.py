@@ -17,7 +17,7 @@ from .expert_architectures import EXPERT_NAMES, experts
 from .keys import Config, Keys
 
 Index = NDArray[np.int64]
-FLAT = ("ssm_a", "ssm_d", "ssm_norm")  # stored with an axis for groups or of 1
+FLAT = ("ssm_a", "ssm_d", "ssm_norm", "exp_probs_b", "attn_q_norm", "attn_k_norm")  # perhaps with an axis of groups
 BARE = ("ssm_a", "ssm_d", "ssm_dt")  # whose canonical names have no suffix
 
 RECURRENT_NAMES = {

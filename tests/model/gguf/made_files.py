@@ -212,7 +212,7 @@ def _in_pairs(numbers: np.ndarray, num_heads: int) -> np.ndarray:
 
 def _factors(architecture: str, config: Any) -> dict[str, np.ndarray]:
     """Llama 3's factors, from the frequencies that transformers computes; LongRoPE's as they are."""
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{kind}": np.array(rope[f"{kind}_factor"], np.float32) for kind in ("long", "short")}
     if architecture != "llama" or rope.get("rope_type") != "llama3":

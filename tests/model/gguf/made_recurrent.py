@@ -114,13 +114,17 @@ def write_both(
     packed: str,
     converted: Callable[[str, dict[str, Numbers], Any], Iterable[tuple[str, Numbers]]],
     write_keys: Callable[[Any, str, Any], None],
+    architecture: str | None = None,
 ) -> tuple[Path, Path]:
-    """The folder of a row, and the GGUF file of what `converted` makes of the folder's tensors."""
+    """The folder of a row, and the GGUF file of what `converted` makes of the folder's tensors.
+
+    `architecture`: None = that of `architecture_of`.
+    """
     with quiet():
         model = make_model(made)
         folder, file = root / "folder", root / f"{name}.gguf"
         model.save_pretrained(folder)
-    config, architecture = model.config, architecture_of(name)
+    config, architecture = model.config, architecture or architecture_of(name)
     kind = gguf.GGMLQuantizationType[packed]
     writer = gguf.GGUFWriter(file, architecture)
     write_keys(writer, architecture, config)

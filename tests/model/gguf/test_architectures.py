@@ -18,7 +18,7 @@ from millrace.model.gguf import folder as folders  # noqa: E402
 from millrace.model.gguf.keys import Keys  # noqa: E402
 from millrace.model.gguf.recurrent_architectures import tiled_values  # noqa: E402
 from millrace.model.grouped_matrix import GroupedMatrix  # noqa: E402
-from tests.model.gguf import made_files, made_latents, made_recurrent  # noqa: E402
+from tests.model.gguf import made_dense, made_files, made_latents, made_recurrent  # noqa: E402
 from tests.model.gguf.made_files import MADE, write_gguf  # noqa: E402
 
 
@@ -31,6 +31,7 @@ WRITERS = {
     **dict.fromkeys(MADE, write_gguf),
     **dict.fromkeys(made_recurrent.MADE, made_recurrent.write_gguf),
     **dict.fromkeys(made_latents.MADE, made_latents.write_gguf),
+    **dict.fromkeys(made_dense.MADE, made_dense.write_gguf),
 }
 
 

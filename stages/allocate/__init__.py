@@ -11,7 +11,7 @@ cached or swapped ones, `window_blocks.py` takes those that a window has passed.
 
 Of a model whose layers have windows, `KVLayout` in `kernels/layout/kv_layout.py` says what a kind and a slab are. In
 `tiers/`, `slab_pool.py` lends slabs to kinds and `block_tables.py` retires what a window leaves behind. Here,
-`kind_index.py` has what the prefix cache knows of the kinds after the first. While the same rows decode,
-`steady_decode.py` has them go on in the blocks that their windows have passed. The tests' `kinds_walk.py` lists what
-must hold.
+`kind_index.py` has what the prefix cache knows of the kinds after the first, and `state_snapshots.py` what it knows of
+the states of recurrent layers. While the same rows decode, `steady_decode.py` has them go on in the blocks that their
+windows have passed. The tests' `kinds_walk.py` lists what must hold.
 """

@@ -21,8 +21,9 @@ import numpy as np
 from ...kernels.layout.state_layout import StateLayout
 from ..messages import Ints
 from .key_changes import KeyChanges
-from .kind_index import KindIndex, StateSnapshots, num_usable
+from .kind_index import KindIndex, num_usable
 from .partial_blocks import TOKEN_BYTES, Before, PartialBlocks
+from .state_snapshots import StateSnapshots
 from .tiers.offload_policy import is_sampled
 from .tiers.plan_in_hand import KindMatch
 

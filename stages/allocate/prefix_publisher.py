@@ -14,8 +14,10 @@ import numpy as np
 
 from ...kernels.layout.kv_layout import KVKind
 from ..messages import Bools, Indices, Ints, Started, StepDone, StepPlan
-from .kind_index import EndOfAnswer, KindIndex, SnapshotKey, StateSnapshots
+from .kind_index import KindIndex
 from .prefix_cache import BlockChain, PrefixCache, PrefixMatch
+from .snapshot_publisher import SnapshotPublisher
+from .state_snapshots import EndOfAnswer, SnapshotKey
 from .tiers.block_pool import BlockPool
 from .tiers.block_tables import BlockTables, WindowTables
 from .tiers.plan_in_hand import PlanInHand
@@ -31,17 +33,6 @@ class _Prefill:
     step: int
     rows: list[tuple[int, BlockChain, int]]  # (slot, chain, position after the last token)
     snapshots: dict[int, int]  # slot -> the place where it leaves the state behind its row
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _SavedEnd:
-    """The state at the end of an answer, which a granted step saves."""
-
-    step: int
-    place: int  # of the snapshot
-    key: SnapshotKey
-    tail: int | None  # block of the tail, if it ends within a block
-    before: int | None  # name of the snapshot that the sequence took of its prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +77,7 @@ class PrefixPublisher:
     def __init__(self, cache: PrefixCache, pool: BlockPool, tables: BlockTables) -> None:
         num_slots = len(tables.num_tokens)
         self.cache = cache
+        self._snapshots = None if cache.snapshots is None else SnapshotPublisher(cache.snapshots, cache, pool)
         self._pool = pool
         self._tables = tables
         self._chains: list[BlockChain | None] = [None] * num_slots
@@ -96,7 +88,6 @@ class PrefixPublisher:
         # [S, 2 B] the newest tokens, by position modulo 2 B: the block being filled and the one before
         self._newest = np.zeros((num_slots, 2 * tables.block_size), np.int32)
         self._prefills: deque[_Prefill] = deque()
-        self._ends: list[_SavedEnd] = []
         self._unread: list[StepDone] = []
         self._num_unread = 0  # rows in them
         self._most_unread = 0  # tokens of one sequence in them; at most B
@@ -182,8 +173,8 @@ class PrefixPublisher:
         A step in flight may have read the last token, which is then part of the state. None if another one has, whose
         token is not known here, if the sequence cannot be found, or if it ends within a block of the last snapshot.
         """
-        snapshots, chain, size = self.cache.snapshots, self._chains[slot], self._tables.block_size
-        if snapshots is None or chain is None or chain.is_cut or plan.voided or not self._num_completed[slot]:
+        chain, size = self._chains[slot], self._tables.block_size
+        if self._snapshots is None or chain is None or chain.is_cut or plan.voided or not self._num_completed[slot]:
             return None
         num_tokens, last = int(self._tables.num_tokens[slot]), (int(self._num_known[slot]) - 1) // size * size
         place, count = divmod(num_tokens, size)
@@ -193,41 +184,10 @@ class PrefixPublisher:
         key: SnapshotKey = chain.last
         if count:
             key = EndOfAnswer(chain.last, self._tokens_of_tail(slot, place, count))
-        if key in snapshots or (count and not self._publish_tail(slot, chain, place, count)):
+        if key in self._snapshots.snapshots or (count and not self._publish_tail(slot, chain, place, count)):
             return None
         tail = int(self._tables.blocks[slot, place]) if count else None
-        at = snapshots.take()
-        self._drop_lost_tails()
-        if at is not None:
-            self._ends.append(_SavedEnd(plan.step, at, key, tail, chain.snapshot))
-        return at
-
-    def _drop_lost_tails(self) -> None:
-        """Drops the tails whose snapshots were replaced: nothing can go on behind them."""
-        assert self.cache.snapshots is not None
-        lost, self.cache.snapshots.lost_tails = self.cache.snapshots.lost_tails, []
-        for tail in lost:
-            if self.cache.drop_tail(tail):
-                self._pool.forget(tail)
-
-    def _put_ends(self, plan: StepPlan) -> None:
-        """Publishes the ends of answers whose states are saved. A void step may have changed them."""
-        snapshots = self.cache.snapshots
-        assert snapshots is not None
-        ends, self._ends = self._ends, []
-        for end in ends:
-            if not plan.voided and end.step > plan.completed_step:
-                self._ends.append(end)
-                continue
-            is_known = end.tail is None or self.cache.partial_blocks.tails.get(end.tail) == end.key
-            if plan.voided or not is_known:
-                snapshots.give_back(end.place)
-                if end.tail is not None and is_known and self.cache.drop_tail(end.tail):
-                    self._pool.forget(end.tail)
-            else:
-                snapshots.publish(end.place, end.key, end.tail)
-                if end.before is not None:
-                    snapshots.pass_by(end.before)
+        return self._snapshots.save_end(plan.step, key, tail, chain.snapshot)
 
     def cut(self, slot: int) -> None:
         """Stops publishing the blocks of the sequence."""
@@ -240,10 +200,8 @@ class PrefixPublisher:
         """
         for slot in (self._sequence_ids >= 0).nonzero()[0].tolist():
             self.cut(slot)
-        for end in self._ends:
-            assert self.cache.snapshots is not None
-            self.cache.snapshots.give_back(end.place)
-        self._ends.clear()
+        if self._snapshots is not None:
+            self._snapshots.forget()
         self.cache.clear()
 
     def drop_all(self) -> None:
@@ -251,9 +209,8 @@ class PrefixPublisher:
         self._chains = [None] * len(self._chains)
         self._sequence_ids[:] = -1
         self._prefills.clear()
-        self._ends.clear()
-        if self.cache.snapshots is not None:
-            self.cache.snapshots.drop_all()
+        if self._snapshots is not None:
+            self._snapshots.drop_all()
         self._unread.clear()
         self._num_unread = self._most_unread = 0
         self.cache.clear()
@@ -262,10 +219,9 @@ class PrefixPublisher:
 
     def end_at_snapshots(self, slots: Indices, granted: Ints) -> Ints:
         """`granted` [R], or fewer tokens where a row would pass the position of a snapshot; itself without any."""
-        snapshots = self.cache.snapshots
-        if snapshots is None:
+        if self._snapshots is None:
             return granted
-        return snapshots.cut(self._tables.num_tokens[slots], granted, self._num_known[slots])
+        return self._snapshots.snapshots.cut(self._tables.num_tokens[slots], granted, self._num_known[slots])
 
     def note_grant(self, step: int, slots: Indices, starts: Ints, ends: Ints, found: Ints) -> dict[int, int]:
         """Records a granted step.
@@ -280,46 +236,19 @@ class PrefixPublisher:
                 self.cache.note_hits(chain)
                 self._num_begun[slots[row]] = starts[row]
             self.cache.begin(chain, end)
-        snapshots = {} if self.cache.snapshots is None else self._take_snapshots(self.cache.snapshots, prefill)
+        snapshots = {} if self._snapshots is None else self._snapshots.take(prefill, self._num_known)
         if prefill:
             self._prefills.append(_Prefill(step, prefill, snapshots))
         return snapshots
 
-    def _take_snapshots(self, snapshots: StateSnapshots, rows: list[tuple[int, BlockChain, int]]) -> dict[int, int]:
-        taken = {}
-        for slot, chain, end in rows:
-            if not chain.is_cut and snapshots.is_due(end, int(self._num_known[slot])):
-                place = snapshots.take()
-                if place is not None:
-                    taken[slot] = place
-        self._drop_lost_tails()
-        return taken
-
-    def _put_snapshot(self, prefill: _Prefill, slot: int, chain: BlockChain, end: int) -> None:
-        """Publishes the snapshot of a row, whose step is done and its blocks in the cache."""
-        place, snapshots = prefill.snapshots.pop(slot, None), self.cache.snapshots
-        if place is None or snapshots is None:
-            return
-        if not chain.is_cut and chain.num_blocks * self._tables.block_size == end and isinstance(chain.last, int):
-            snapshots.publish(place, chain.last)
-            chain.snapshot = chain.last
-        else:
-            snapshots.give_back(place)
-
-    def _give_back_snapshots(self, prefill: _Prefill) -> None:
-        """Those of a step that was void, or whose sequences have lost their blocks since."""
-        for place in prefill.snapshots.values():
-            assert self.cache.snapshots is not None
-            self.cache.snapshots.give_back(place)
-
     def complete_steps(self, plan: StepPlan) -> None:
         """Publishes the blocks filled by the steps completed since the last plan."""
-        if self._ends:
-            self._put_ends(plan)
+        if self._snapshots is not None:
+            self._snapshots.publish_ends(plan)
         while self._prefills and self._prefills[0].step <= plan.completed_step:
             prefill = self._prefills.popleft()
             if prefill.step in plan.voided:
-                self._give_back_snapshots(prefill)
+                self._give_back(prefill)
                 continue
             for slot, chain, end in prefill.rows:
                 if self._chains[slot] is chain:
@@ -328,11 +257,13 @@ class PrefixPublisher:
                         self._put_prefilled(slot, chain, num_full)
                     else:
                         self._put_known(slot, chain, num_full)
-                    self._put_snapshot(prefill, slot, chain, end)
+                    if self._snapshots is not None and slot in prefill.snapshots:
+                        is_at_end = chain.num_blocks * self._tables.block_size == end
+                        self._snapshots.publish(prefill.snapshots.pop(slot), chain, is_at_end=is_at_end)
                     if end == self._num_known[slot]:
                         self._num_completed[slot] = end
                         self._put_tail(slot, chain)
-            self._give_back_snapshots(prefill)
+            self._give_back(prefill)
         is_steady = not (plan.started or plan.ended or plan.preempted or plan.dropped)
         for done in plan.settled:
             if self._most_unread + done.most_tokens > self._tables.block_size:
@@ -344,6 +275,11 @@ class PrefixPublisher:
                 self._read_tokens()
         if self._unread and not is_steady:  # a sequence looks up blocks now, or leaves some
             self._read_tokens()
+
+    def _give_back(self, prefill: _Prefill) -> None:
+        """The snapshots of a step that was void, or whose sequences have lost their blocks since."""
+        if self._snapshots is not None:
+            self._snapshots.give_back(prefill.snapshots.values())
 
     def _read_tokens(self) -> None:
         """Reads the tokens of several steps at once, which takes hardly longer than one.
@@ -433,7 +369,7 @@ class PrefixPublisher:
     def _put_tail(self, slot: int, chain: BlockChain) -> None:
         """Publishes the tokens in the last, partly filled block of a sequence."""
         place, count = divmod(int(self._num_completed[slot]), self._tables.block_size)
-        if count and place == chain.num_blocks and self.cache.snapshots is None:
+        if count and place == chain.num_blocks and self._snapshots is None:
             self._publish_tail(slot, chain, place, count)
 
     def _publish_tail(self, slot: int, chain: BlockChain, place: int, count: int) -> bool:

@@ -18,8 +18,8 @@ import numpy as np
 
 from millrace.kernels.layout.state_layout import StateLayout
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.kind_index import EndOfAnswer
 from millrace.stages.allocate.prefix_cache import PrefixCache
+from millrace.stages.allocate.state_snapshots import EndOfAnswer
 from millrace.stages.messages import STATES, Direction
 from tests.stages.allocate.cached_kinds_walk import ACTIONS, ACTIONS_OF_A_WALK, CachedWalk
 from tests.stages.allocate.kinds_walk import NUM_LETTERS, NUM_SLOTS, POISON, Mark, Step, run_walks

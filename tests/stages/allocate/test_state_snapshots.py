@@ -9,8 +9,8 @@ import pytest
 
 from millrace.kernels.layout.state_layout import StateLayout
 from millrace.stages.allocate.allocator import Allocator
-from millrace.stages.allocate.kind_index import StateSnapshots
 from millrace.stages.allocate.prefix_cache import PrefixCache
+from millrace.stages.allocate.state_snapshots import StateSnapshots
 from millrace.stages.allocate.tiers.host_tier import HostTier
 from millrace.stages.messages import STATES, Direction, Started, StepGrant, StepPlan
 from millrace.stages.params import SamplingParams

@@ -7,7 +7,8 @@ Imports: the root of `stages`, `allocate/tiers`, `runtime`, the layout of kinds 
 Start with: `stage.py`, then `allocator.py`, `slot_blocks.py` and `tiers/`; `preemption.py` picks victims.
 
 `tiers/` holds the blocks. `slot_blocks.py` has them for the slots: `sequence_starts.py` gives a starting sequence its
-cached or swapped ones, `window_blocks.py` takes those that a window has passed.
+cached or swapped ones, `plan_growth.py` gives the rows of a plan new ones, and `window_blocks.py` takes those that a
+window has passed.
 
 Of a model whose layers have windows, `KVLayout` in `kernels/layout/kv_layout.py` says what a kind and a slab are. In
 `tiers/`, `slab_pool.py` lends slabs to kinds and `block_tables.py` retires what a window leaves behind. Here,

@@ -1,13 +1,12 @@
 """Serves plans: the tokens and blocks of each row, and the slots preempted for them.
 
-Plain code behind the allocate stage; it touches no tensor. `slot_blocks.py` holds the state of each slot, and
-`preemption.py` serves a plan when free blocks run short.
+Plain code behind the allocate stage; it touches no tensor. `slot_blocks.py` holds the state of each slot,
+`plan_growth.py` finds and takes the blocks that rows need, and `preemption.py` serves a plan when they run short.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,31 +24,15 @@ from ..messages import (
     StepPlan,
     TableEntries,
 )
+from .plan_growth import PlanAllocation, PlanGrowth
 from .preemption import Preemptor
 from .prefix_cache import PrefixCache
-from .slot_blocks import Growth, SlotBlocks
+from .slot_blocks import SlotBlocks
 from .steady_decode import SteadyDecode, SteadyLanes
-from .tiers.block_tables import BlockTables, WindowTables
-from .tiers.device_tier import KindBlocks, without_index
+from .tiers.block_tables import BlockTables
+from .tiers.device_tier import without_index
 from .tiers.host_tier import HostTier
 from .tiers.plan_in_hand import PlanInHand
-
-
-@dataclass(slots=True, eq=False)
-class _PlanAllocation:
-    """The allocation for one plan: R rows, of which G get new blocks."""
-
-    granted: Ints  # [R] tokens; the plan's `num_wanted` array itself if nothing was cut
-    grows: Indices  # [G] rows
-    counts: Ints  # [G] blocks for each
-    num_blocks: int  # in all
-    preempted: Sequence[int] = ()  # slots
-    more: Sequence[Growth] = ()  # of the kinds after kind 0
-
-    @property
-    def needs(self) -> list[int]:
-        """Blocks of each kind."""
-        return [self.num_blocks, *(growth.num_blocks for growth in self.more)]
 
 
 class Allocator:
@@ -98,7 +81,7 @@ class Allocator:
         self._most_of_one = [layout.most_blocks(kind, max_model_len) for kind in kinds] if layout is not None else []
         self.pool, self.tables = self.kinds[0].pool, self.kinds[0].tables  # public, for inspection
         self._pool, self._tables = self._device.pool, self._device.tables
-        self._ones = np.ones(num_slots, np.int32)
+        self._growth = PlanGrowth(num_slots, self._device, self._windows)
         self._nothing = np.zeros(num_slots, np.int32)  # `num_cached` of most plans
         self._all_slots = np.arange(num_slots)
         self._steady = SteadyLanes(num_lanes)  # for rows of the last plans, if these had only decodes
@@ -169,8 +152,8 @@ class Allocator:
             for row in starting_rows:
                 if not granted[row]:
                     self._starts.detach(hand, row)
-        allocation = self._with_blocks(plan, granted)
-        if not self._fits(allocation.num_blocks, allocation.more):
+        allocation = self._growth.needed(plan, granted, self.last_granted)
+        if not self._growth.fits(allocation):
             if self._has_windows:  # of slots that start in this plan, tables have no blocks yet
                 self._windows.retire(np.delete(self._all_slots, list(hand.begun)), self.last_granted)
             for row in starting_rows:
@@ -178,10 +161,7 @@ class Allocator:
             hand.drop_drafts()  # before any sequence is preempted or waits
             preemptor = Preemptor(slot_blocks, hand, starting_rows, self.last_granted)
             preemptor.serve()
-            first, *more = (_growth(new_blocks) for new_blocks in preemptor.new_blocks)
-            allocation = _PlanAllocation(
-                preemptor.granted, first.rows, first.counts, first.num_blocks, preemptor.preempted, more
-            )
+            allocation = PlanAllocation.of(preemptor.granted, preemptor.new_blocks, preemptor.preempted)
         grant = self._grant(hand, allocation)
         return grant, self._report(hand, allocation.granted, allocation.preempted, is_void=grant is None)
 
@@ -272,45 +252,9 @@ class Allocator:
                 made.append(TableEntries(each.kind, *growth.grow(blocks)))
         return tuple(made)
 
-    # -- other plans
-
-    def _with_blocks(self, plan: StepPlan, granted: Ints) -> _PlanAllocation:
-        """The blocks that all rows need, whether or not the pools have them."""
-        tables, slots = self._tables, plan.slots
-        lengths = tables.num_tokens[slots] + granted
-        more = [self._growth_to(each, plan, granted, lengths) for each in self._more] if self._more else ()
-        if plan.num_reserved is not None:
-            lengths = _with_reserved(tables, plan, granted, lengths)
-        num_beyond = lengths - tables.capacity[slots]  # tokens beyond the capacity of the slot's blocks
-        grows = (num_beyond > 0).nonzero()[0]
-        if plan.is_decode and plan.num_reserved is None:
-            return _PlanAllocation(granted, grows, self._ones[: len(grows)], len(grows), (), more)
-        counts = tables.num_blocks_for(num_beyond[grows])
-        return _PlanAllocation(granted, grows, counts, int(counts.sum()), (), more)
-
-    def _growth_to(self, each: KindBlocks, plan: StepPlan, granted: Ints, lengths: Ints) -> Growth:
-        """The blocks that the tables of a kind need for these lengths, [R], of the rows of a plan."""
-        tables, again = each.tables, NO_INDICES
-        if plan.num_reserved is not None:
-            lengths = _with_reserved(tables, plan, granted, lengths)
-        num_beyond = lengths - tables.capacity[plan.slots]
-        rows = (num_beyond > 0).nonzero()[0]
-        if isinstance(tables, WindowTables) and len(rows) and self._windows.keeps_passed(plan):
-            slots, num_in_flight = plan.slots[rows], self.last_granted - plan.completed_step
-            goes_on = (granted[rows] == 1) & self._windows.may_go_on(each, slots, num_in_flight)
-            rows, again = rows[~goes_on], rows[goes_on]
-        counts = tables.num_blocks_for(num_beyond[rows])
-        return Growth(rows, counts, int(counts.sum()), again)
-
-    def _fits(self, num_blocks: int, more: Sequence[Growth]) -> bool:
-        """Whether the pools have so many blocks of kind 0, and those of the others."""
-        if not self._more:
-            return num_blocks <= self._pool.num_available
-        return self._device.fits([num_blocks, *(growth.num_blocks for growth in more)])
-
     # -- grant and report
 
-    def _grant(self, hand: PlanInHand, allocation: _PlanAllocation) -> StepGrant | None:
+    def _grant(self, hand: PlanInHand, allocation: PlanAllocation) -> StepGrant | None:
         slot_blocks, tables, plan = self._slot_blocks, self._tables, hand.plan
         slots, granted, is_sampled, drafts = plan.slots, allocation.granted, plan.reaches_end, hand.drafts
         if granted is not plan.num_wanted:
@@ -320,17 +264,7 @@ class Allocator:
             drafts = None if drafts is None else drafts.take(rows)
         if not len(slots) and not hand.copies and not plan.adapter_loads:
             return None
-        table_slots, table_places, blocks = NO_INDICES, NO_INDICES, NO_INTS
-        more_tables: tuple[TableEntries, ...] = ()
-        if self._more:
-            self._device.reserve(allocation.needs, hand)
-            more_tables = slot_blocks.grow_more(hand, allocation.more)
-        if allocation.num_blocks or hand.begun:
-            table_slots, table_places, blocks = slot_blocks.grow(
-                hand, plan.slots[allocation.grows], allocation.counts, allocation.num_blocks
-            )
-        if self._more:
-            self._device.give_back_unused()
+        table_slots, table_places, blocks, more_tables = self._growth.take(hand, allocation)
         starts = tables.num_tokens[slots]
         ends = starts + granted
         tables.num_tokens[slots] = ends if drafts is None else ends - drafts.counts
@@ -433,20 +367,6 @@ def _check_size(layout: KVLayout, max_model_len: int) -> None:
             f"{max_model_len} tokens needs {layout.slabs_of_one(max_model_len)}, for {' and '.join(words)} of {size} "
             f"tokens; give more memory, or lower max_model_len"
         )
-
-
-def _with_reserved(tables: BlockTables, plan: StepPlan, granted: Ints, lengths: Ints) -> Ints:
-    """`lengths`, or what rows reserve if that is more."""
-    assert plan.num_reserved is not None
-    reserved: Ints = np.maximum(lengths, tables.reservable(plan.slots, plan.num_reserved) * (granted > 0))
-    return reserved
-
-
-def _growth(new_blocks: Ints) -> Growth:
-    """`new_blocks`, [R] for each row, as growth."""
-    rows = new_blocks.nonzero()[0]
-    counts = new_blocks[rows]
-    return Growth(rows, counts, int(counts.sum()), NO_INDICES)
 
 
 def _cut_to_budget(hand: PlanInHand) -> Ints:

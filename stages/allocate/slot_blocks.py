@@ -1,18 +1,15 @@
 """The blocks of each slot, on the device and, waiting to be copied back, on the host.
 
-The allocator decides how much each row gets; this file carries it out, with `sequence_starts.py` for rows that start
-with tokens and `window_blocks.py` for blocks that windows pass.
+Here the updates of a plan empty, preempt and start slots. `sequence_starts.py` gives blocks to rows that start with
+tokens, `plan_growth.py` gives new ones, and `window_blocks.py` takes those that windows pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
 from ...kernels.layout.kv_layout import KVLayout
-from ..messages import NO_INDICES, NO_INTS, STATES, BlockCopy, Direction, Indices, Ints, TableEntries
+from ..messages import STATES, BlockCopy, Direction
 from .evictions import Evictions, KindEvictions
 from .prefix_cache import PrefixCache
 from .prefix_publisher import PrefixPublisher
@@ -21,16 +18,6 @@ from .tiers.device_tier import DeviceTier
 from .tiers.host_tier import HostTier
 from .tiers.plan_in_hand import PlanInHand
 from .window_blocks import WindowBlocks
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Growth:
-    """New blocks of one kind for some rows of a plan."""
-
-    rows: Indices  # [G]
-    counts: Ints  # [G] blocks for each
-    num_blocks: int  # in all
-    again: Indices  # rows beside those that go on in a block that their window has passed
 
 
 class SlotBlocks:
@@ -146,43 +133,6 @@ class SlotBlocks:
         self.last_step[slot] = hand.plan.step
 
     # -- granting
-
-    def grow(self, hand: PlanInHand, slots: Indices, counts: Ints, num_blocks: int) -> tuple[Indices, Indices, Ints]:
-        """Takes `num_blocks` new blocks, `counts[i]` for `slots[i]`.
-
-        Returns (slot, place, block) of each, and of the shared blocks with which sequences start.
-        """
-        blocks = self.device.pool.take_behind(self.device.tables.last_blocks(slots), counts.tolist(), num_blocks, hand)
-        table_slots, table_places = self.device.tables.append(slots, counts, blocks)
-        for slot, beginning in hand.begun.items():
-            found = beginning.shared
-            table_slots = np.concatenate([table_slots, np.full(len(found), slot)])
-            table_places = np.concatenate([table_places, np.arange(len(found))])
-            blocks = np.concatenate([blocks, found])
-        return table_slots, table_places, blocks
-
-    def grow_more(self, hand: PlanInHand, growths: Sequence[Growth]) -> tuple[TableEntries, ...]:
-        """Takes the new blocks of the kinds after kind 0. Their entries come with those of shared blocks."""
-        made = []
-        for each, growth in zip(self.device.more, growths, strict=True):
-            slots, places, blocks = NO_INDICES, NO_INDICES, NO_INTS
-            if growth.num_blocks:
-                slots = hand.plan.slots[growth.rows]
-                last_blocks = each.tables.last_blocks(slots)
-                blocks = each.pool.take_behind(last_blocks, growth.counts.tolist(), growth.num_blocks, hand)
-                slots, places = each.tables.append(slots, growth.counts, blocks)
-            if len(growth.again):
-                own_slots, own_places, own_blocks = self.windows.go_on(each, hand.plan.slots[growth.again])
-                slots, places = np.concatenate([slots, own_slots]), np.concatenate([places, own_places])
-                blocks = np.concatenate([blocks, own_blocks])
-            for slot, beginning in hand.begun.items():
-                first, found, _, _ = beginning.more[each.kind - 1]
-                slots = np.concatenate([slots, np.full(len(found), slot)])
-                places = np.concatenate([places, np.arange(first, first + len(found))])
-                blocks = np.concatenate([blocks, found])
-            if len(slots):
-                made.append(TableEntries(each.kind, slots, places, blocks))
-        return tuple(made)
 
     def save_states(self, hand: PlanInHand, places: dict[int, int]) -> None:
         """Collects the copies of the states behind the plan's rows to snapshots, `places` by slot."""

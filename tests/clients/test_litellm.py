@@ -55,7 +55,7 @@ def test_a_completion_answers_and_streams_the_same(litellm: Any, demo: RunningSe
     chunks = list(litellm.completion(**asked(demo, stream=True, stream_options={"include_usage": True})))
     joined = litellm.stream_chunk_builder(chunks, messages=MESSAGES)
     text = whole.choices[0].message.content
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text != ""
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text != ""
     assert joined.choices[0].message.content == text and joined.choices[0].finish_reason == "stop"
     assert joined.usage.completion_tokens == whole.usage.completion_tokens > 0
 

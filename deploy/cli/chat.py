@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import AsyncIterator
 
 from ...runtime.env.log import configure
 from ...stages.config import EngineConfig
 from ...stages.errors import RequestError
 from ..config import ServerConfig
+from .batch_file import LineReader
 from .model_client import ModelClient, ModelClientError, in_flags, open_client
 
 
@@ -27,9 +29,7 @@ async def _chat(options: argparse.Namespace, engine_config: EngineConfig, server
     messages = [{"role": "system", "content": options.system}] if options.system else []
     num_failed = 0
     async with open_client(options, engine_config, server_config) as client:
-        while (line := await asyncio.to_thread(_read_line)) is not None:
-            if not line:
-                continue
+        async for line in _lines(server_config.max_body_bytes):
             messages.append({"role": "user", "content": line})
             try:
                 messages.append({"role": "assistant", "content": await _answer(client, messages)})
@@ -52,9 +52,26 @@ async def _answer(client: ModelClient, messages: list[dict[str, str]]) -> str:
     return "".join(texts)
 
 
-def _read_line() -> str | None:
-    """The user's next line, or None at the end of input."""
+async def _lines(max_bytes: int) -> AsyncIterator[str]:
+    """The user's lines that are not blank, until the end of input.
+
+    They are read by a thread that Ctrl-C need not wait for, though it waits for a line.
+    """
+    reader = LineReader(open(sys.stdin.fileno(), "rb", closefd=False), max_bytes)  # noqa: SIM115 - the reader closes it
+    try:
+        _show_prompt()
+        async for line in reader:
+            if line.data is None:
+                print(f"millrace: a line must have at most {max_bytes} bytes", file=sys.stderr)
+            else:
+                yield line.data.decode(errors="replace").strip()
+            _show_prompt()
+        if sys.stdin.isatty():
+            print(flush=True)
+    finally:
+        reader.close()
+
+
+def _show_prompt() -> None:
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
-    line = sys.stdin.readline()
-    return line.strip() if line else None

@@ -30,6 +30,8 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     configure(server_config.log_format, server_config.log_level)
     if options.against is None and options.against_set:
         raise ConfigError("--against-set: is for the model of --against, which is not given")
+    if options.num_tokens is not None and options.num_tokens < 2:
+        raise ConfigError(f"--num-tokens {options.num_tokens}: must be at least 2, one of them to be predicted")
     text = _read(options.text)
     env = LiveEnv(engine_config.seed)
     try:

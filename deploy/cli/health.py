@@ -14,10 +14,13 @@ from urllib.parse import urlsplit
 from ...stages.config import EngineConfig
 from ...stages.errors import ConfigError
 from ..config import ServerConfig
+from ..server_url import server_url, why_no_answer
 
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Prints the state. 0 if the server takes requests, or with `--live` if it need not be restarted; 1 otherwise."""
+    if not options.wait_s > 0:
+        raise ConfigError(f"--wait-s {options.wait_s:g}: must be above 0")
     path = "/health/live" if options.live else "/health/ready"
     connection, prefix = _connection(options.url, server_config, options.wait_s)
     try:
@@ -26,7 +29,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
         state = json.loads(response.read())
         connection.close()
     except (OSError, http.client.HTTPException, ValueError) as error:
-        print(f"millrace: no answer: {error}", file=sys.stderr)
+        print(f"millrace: no answer: {why_no_answer(error)}", file=sys.stderr)
         return 1
     print(_line(state))
     return 0 if response.status == 200 else 1
@@ -50,9 +53,8 @@ def _connection(url: str | None, config: ServerConfig, wait_s: float) -> tuple[h
         host = "127.0.0.1" if config.host in ("0.0.0.0", "::", "localhost") else config.host
         name = f"[{host}]" if ":" in host else host
         url = f"{'http' if config.ssl_certfile is None else 'https'}://{name}:{config.port}{config.root_path}"
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or parts.hostname is None:
-        raise ConfigError(f"url = {url}: must be like http://127.0.0.1:8000")
+    parts = urlsplit(server_url("--url", url))
+    assert parts.hostname is not None
     if parts.scheme == "http":
         return http.client.HTTPConnection(parts.hostname, parts.port, timeout=wait_s), parts.path.rstrip("/")
     context = ssl.create_default_context()

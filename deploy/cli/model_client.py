@@ -16,6 +16,7 @@ from ...stages.config import EngineConfig
 from ...stages.errors import RequestError
 from ...stages.messages import ChatPrompt, Prompt, Request
 from ..config import ServerConfig
+from ..server_url import server_url, why_no_answer
 
 if TYPE_CHECKING:
     import aiohttp
@@ -80,7 +81,8 @@ def open_client(
     }
     params = {name: value for name, value in requested.items() if value is not None}
     if options.url is not None:
-        return _remote(options.url.rstrip("/").removesuffix("/v1"), engine_config.model, server_config.api_key, params)
+        url = server_url("--url", options.url)
+        return _remote(url, engine_config.model, server_config.api_key, params)
     return _local(engine_config, params)
 
 
@@ -188,7 +190,7 @@ class RemoteClient:
                         stats.first_s = stats.first_s or stats.ended_s
                         yield choice
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise ModelClientError(f"{self._url} does not answer: {error}") from None
+            raise ModelClientError(f"{self._url} does not answer: {why_no_answer(error)}") from None
 
 
 def _message(body: bytes, status: int) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +25,7 @@ from ...runtime.env.log import configure
 from ...stages.config import EngineConfig
 from ...stages.errors import ConfigError
 from ..config import ServerConfig
+from ..server_url import server_url, why_no_answer
 from .batch_file import BadBatchLine, BatchItem, BatchLine, LineReader, answered, failed, parse
 
 if TYPE_CHECKING:
@@ -50,7 +53,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
         raise ConfigError(f"--max-concurrency {options.max_concurrency}: must be at least 1")
     source, sink = _open_files(options.input_file, options.output_file)
     if options.url is not None:
-        target = at_server(options.url, server_config.api_key)
+        target = at_server(server_url("--url", options.url), server_config.api_key)
     else:
         target = in_process(engine_config, server_config, _make_engine)
     return asyncio.run(answer_lines(target, source, sink, options.max_concurrency, server_config.max_body_bytes))
@@ -68,6 +71,7 @@ async def answer_lines(
         batch = BatchRun(session, url, sink, max_bytes)
         try:
             with sink:
+                _empty(sink)  # only now: without a model, or with a wrong setting, the file stays as it was
                 await batch.run(LineReader(source, max_bytes), window)
         except* OSError as group:
             has_broken = True
@@ -125,7 +129,8 @@ class BatchRun:
         try:
             return await self._send(item)
         except (TimeoutError, aiohttp.ClientError) as error:
-            return False, failed(item.custom_id, "server_unreachable", f"{self._url} does not answer: {error}")
+            reason = f"{self._url} does not answer: {why_no_answer(error)}"
+            return False, failed(item.custom_id, "server_unreachable", reason)
 
     async def _send(self, item: BatchItem) -> tuple[bool, bytes]:
         """Sends one request. Retries 429 without limit, and an unreachable server for the seconds of `PAUSES_S`."""
@@ -168,7 +173,7 @@ async def at_server(url: str, api_key: tuple[str, ...]) -> AsyncIterator[Target]
     """A running server at `url`."""
     headers = {"Authorization": f"Bearer {api_key[0]}"} if api_key else {}
     async with _session(aiohttp.TCPConnector(limit=0), headers) as session:
-        yield session, url.rstrip("/").removesuffix("/v1")
+        yield session, url
 
 
 @asynccontextmanager
@@ -222,7 +227,13 @@ def _open_files(source: str, sink: str) -> tuple[BinaryIO, BinaryIO]:
     """Opens both files; `-` is stdin or stdout. Raises `ConfigError`."""
     if "-" not in (source, sink) and os.path.exists(sink) and os.path.samefile(source, sink):
         raise ConfigError(f"{sink} is also the input file, which the answers would overwrite; name another output file")
-    return _open(source, 0, "rb"), _open(sink, 1, "wb")
+    return _open(source, 0, "rb"), _open(sink, 1, "ab")
+
+
+def _empty(sink: BinaryIO) -> None:
+    """Empties a regular file that was opened here: not what standard output goes to."""
+    if isinstance(sink, io.BufferedWriter) and sink.fileno() != 1 and stat.S_ISREG(os.fstat(sink.fileno()).st_mode):
+        sink.truncate(0)
 
 
 def _open(path: str, standard: int, mode: str) -> Any:

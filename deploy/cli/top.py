@@ -18,6 +18,7 @@ from ...stages.config import EngineConfig
 from ...stages.errors import ConfigError
 from ..config import ServerConfig
 from ..dashboard.trace_log import StepRow
+from ..server_url import server_url, why_no_answer
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
         raise ConfigError("top needs rich, which is not installed: pip install -e '.[top]'") from None
     key = server_config.api_key[0] if server_config.api_key else None
     try:
-        asyncio.run(_show(options.url, key, is_once=options.once))
+        asyncio.run(_show(server_url("--url", options.url), key, is_once=options.once))
     except DashboardUnavailable as error:
         print(f"millrace: {error}", file=sys.stderr)
         return 1
@@ -72,7 +73,7 @@ async def watch(url: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
     """Yields updates of the feed of the server at `url`, and ends with `DashboardUnavailable`, which says why."""
     import aiohttp
 
-    address = url.rstrip("/").removesuffix("/v1") + "/dashboard/feed"
+    address = url + "/dashboard/feed"
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=WAIT_S)
     try:
         async with aiohttp.ClientSession(timeout=timeout) as session, session.ws_connect(address) as socket:
@@ -88,7 +89,7 @@ async def watch(url: str, key: str | None) -> AsyncIterator[dict[str, Any]]:
                 else:
                     yield update
     except (aiohttp.ClientError, OSError) as error:
-        raise DashboardUnavailable(f"{url} cannot be reached: {error}; check --url") from None
+        raise DashboardUnavailable(f"{url} cannot be reached: {why_no_answer(error)}") from None
     raise DashboardUnavailable(f"{url} closed the connection")
 
 

@@ -12,6 +12,8 @@ import aiohttp
 from ...stages.config import EngineConfig
 from ...stages.errors import ConfigError
 from ..config import ServerConfig
+from ..output_file import check_output_file, write_output_file
+from ..server_url import server_url, why_no_answer
 
 TIMEOUT_S = 60.0
 REASONS = {  # HTTP status -> what to do
@@ -27,17 +29,20 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
             "admin_key: the trace covers the requests of all clients; start the server with --admin-key KEY, and give"
             " the same key here"
         )
+    url = server_url("--url", options.url)
+    file = None if options.output_file == "-" else Path(options.output_file)
+    check_output_file("--output-file", file)
     try:
-        document = asyncio.run(fetch(options.url, server_config.admin_key[0], options.seconds))
+        document = asyncio.run(fetch(url, server_config.admin_key[0], options.seconds))
     except (aiohttp.ClientError, TimeoutError) as error:
-        reason = REASONS.get(getattr(error, "status", 0), str(error))
-        print(f"millrace: {options.url} returned no trace: {reason}", file=sys.stderr)
+        reason = REASONS.get(getattr(error, "status", 0), why_no_answer(error))
+        print(f"millrace: {url} returned no trace: {reason}", file=sys.stderr)
         return 1
-    if options.output_file == "-":
+    if file is None:
         sys.stdout.buffer.write(document)
     else:
-        Path(options.output_file).write_bytes(document)
-        print(f"{options.output_file}: {len(document):,} bytes; open it at https://ui.perfetto.dev", file=sys.stderr)
+        write_output_file("--output-file", file, document)
+        print(f"{file}: {len(document):,} bytes; open it at https://ui.perfetto.dev", file=sys.stderr)
     return 0
 
 
@@ -47,5 +52,5 @@ async def fetch(url: str, admin_key: str, seconds: float) -> bytes:
     headers = {"Authorization": f"Bearer {admin_key}"}
     async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
         query = {"seconds": str(seconds)}
-        async with session.get(url.rstrip("/") + "/admin/trace", params=query, raise_for_status=True) as response:
+        async with session.get(url + "/admin/trace", params=query, raise_for_status=True) as response:
             return await response.read()

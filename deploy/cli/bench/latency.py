@@ -13,7 +13,7 @@ from ....stages.config import EngineConfig
 from ...config import ServerConfig
 from .measures import RequestRecord, summarize
 from .offline import make_engine, make_requests, make_rng, run_request
-from .report import at_least_one, print_errors, progress, publish
+from .report import at_least_one, check_result, print_errors, progress, publish
 
 if TYPE_CHECKING:
     from ....stages.engine.engine import Engine
@@ -24,6 +24,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Runs the command. 1 if a request failed."""
     at_least_one(options, "input_len", "output_len", "batch_size", "num_iters")
+    check_result(options)
     return asyncio.run(_run(options, engine_config))
 
 

@@ -23,7 +23,7 @@ from ...config import ServerConfig
 from .load import Rng, random_requests
 from .offline import make_engine, make_rng, run_request
 from .random_adapter import write_adapters
-from .report import at_least_one, print_errors, progress, save
+from .report import at_least_one, check_result, print_errors, progress, save
 
 if TYPE_CHECKING:
     from ....stages.engine.engine import Engine
@@ -57,6 +57,7 @@ class MixCost:
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Runs the command. 1 if a request failed."""
     at_least_one(options, "input_len", "output_len", "num_iters", "rank")
+    check_result(options)
     mixes = parse_mixes(options.mix or MIXES)
     with TemporaryDirectory(prefix="millrace-lora-") as folder:
         return asyncio.run(_run(options, engine_config, mixes, Path(folder)))

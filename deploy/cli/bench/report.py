@@ -13,6 +13,7 @@ import orjson
 from tqdm import tqdm
 
 from ....stages.errors import ConfigError
+from ...output_file import check_output_file, write_output_file
 
 TITLES = {
     "ttft": "Time to First Token",
@@ -60,14 +61,20 @@ def save(options: argparse.Namespace, settings: Mapping[str, Any], report: Mappi
     """Writes settings and results to a JSON file, with `--save-result`."""
     if options.save_result:
         date = time.strftime("%Y%m%d-%H%M%S")
-        name = options.result_filename or f"millrace-{options.bench}-{date}.json"
-        path = Path(options.result_dir or ".") / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(orjson.dumps({"date": date} | dict(settings) | dict(report), option=orjson.OPT_INDENT_2))
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}: check --result-dir and --result-filename") from None
-        print(f"written to {path}", file=sys.stderr)
+        file = _result_file(options, date)
+        content = orjson.dumps({"date": date} | dict(settings) | dict(report), option=orjson.OPT_INDENT_2)
+        write_output_file("--save-result", file, content)
+        print(f"written to {file}", file=sys.stderr)
+
+
+def check_result(options: argparse.Namespace) -> None:
+    """Before the benchmark: raises `ConfigError` if its results could not be written. Makes their folder."""
+    if options.save_result:
+        check_output_file("--save-result", _result_file(options, "date"), makes_folder=True)
+
+
+def _result_file(options: argparse.Namespace, date: str) -> Path:
+    return Path(options.result_dir or ".") / (options.result_filename or f"millrace-{options.bench}-{date}.json")
 
 
 def print_errors(errors: Iterable[str]) -> None:

@@ -15,10 +15,11 @@ import orjson
 from ....stages.config import EngineConfig
 from ....stages.errors import ConfigError
 from ...config import ServerConfig
+from ...server_url import server_url, why_no_answer
 from .load import BenchRequest, arrivals, random_requests, read_requests
 from .measures import RequestRecord, Stopwatch, parse_goodput, summarize
 from .offline import make_rng
-from .report import at_least_one, print_errors, progress, publish
+from .report import at_least_one, check_result, print_errors, progress, publish
 
 TEXTS = ("text", "content", "reasoning", "reasoning_content", "tool_calls")  # fields of a piece with tokens
 VOCAB_SIZE = 256  # for random prompts, if the server does not report its own
@@ -29,6 +30,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     at_least_one(options, "input_len", "output_len", "num_prompts", "max_concurrency")
     if not options.request_rate > 0:
         raise ConfigError(f"--request-rate {options.request_rate:g}: must be above 0, or inf")
+    check_result(options)
     return asyncio.run(_run(options, engine_config, server_config.api_key))
 
 
@@ -39,7 +41,7 @@ async def _run(options: argparse.Namespace, config: EngineConfig, api_key: Seque
     async with aiohttp.ClientSession(
         headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
     ) as session:
-        client = BenchClient(session, options.base_url.rstrip("/").removesuffix("/v1"), options.endpoint)
+        client = BenchClient(session, server_url("--base-url", options.base_url), options.endpoint)
         client.model = config.model or await client.served_model()
         client.ignores_eos = options.dataset_path is None if options.ignore_eos is None else options.ignore_eos
         requests = await _make_requests(client, options, config.seed)
@@ -120,7 +122,7 @@ class BenchClient:
             async with self._session.get(self.url + "/v1/models") as response:
                 body = await response.read()
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise ConfigError(f"{self.url}/v1/models lists no model: {error}; check --base-url and --model") from None
+            raise ConfigError(f"{self.url}/v1/models lists no model: {why_no_answer(error)}") from None
         try:
             return str(orjson.loads(body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
@@ -140,7 +142,7 @@ class BenchClient:
         try:
             return await self._stream(orjson.dumps(self._body(request)))
         except (TimeoutError, aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
-            return RequestRecord(error=str(error) or type(error).__name__)
+            return RequestRecord(error=why_no_answer(error))
 
     def _body(self, request: BenchRequest) -> dict[str, Any]:
         body: dict[str, Any] = {

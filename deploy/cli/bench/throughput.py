@@ -12,7 +12,7 @@ from ...config import ServerConfig
 from .load import BenchRequest
 from .measures import RequestRecord, summarize
 from .offline import make_engine, make_requests, make_rng, run_request
-from .report import at_least_one, print_errors, progress, publish
+from .report import at_least_one, check_result, print_errors, progress, publish
 
 if TYPE_CHECKING:
     from ....stages.engine.engine import Engine
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Runs the command. 1 if a request failed."""
     at_least_one(options, "input_len", "output_len", "num_prompts")
+    check_result(options)
     return asyncio.run(_run(options, engine_config))
 
 

@@ -14,16 +14,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ....runtime.env.writable import folder_problem
 from ....stages.config import EngineConfig
 from ....stages.errors import ConfigError
 from ...config import ServerConfig
+from ...output_file import check_output_file, write_output_file
 from .balancer import Balancer
 from .cases import Case, draw_cases, learn
 from .checks import check_answers, check_errors, check_logs
 from .clients import Clients
 from .costs import describe
 from .fleet import REFERENCE_FLAGS, ChaosFleet, FleetSize
-from .history import ClientRequest, save
+from .history import ClientRequest, to_json_lines
 from .members import FleetMember
 from .plan import PLANS, Plan, drawn, read_plan
 from .rest import check_rest
@@ -66,6 +68,9 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     if not 0.0 < options.minutes <= 24 * 60 or options.clients < 1 or not 0.0 < options.rate <= 1000.0:
         raise ConfigError("--minutes, --clients and --rate must be positive, at most a day and 1000 requests a second")
     plan = _plan(options, size)
+    check_output_file("--save-history", options.save_history)
+    if options.log_dir is not None and (problem := folder_problem(options.log_dir)) is not None:
+        raise ConfigError(f"--log-dir {options.log_dir}: {problem}")
     chaos = ChaosOptions(
         size=size,
         seed=options.seed,
@@ -76,8 +81,6 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     )
     again = f"millrace chaos --fleet {size} --seed {options.seed} --minutes {options.minutes:g}"
     again += "" if options.plan is None else f" --plan {shlex.quote(options.plan)}"
-    if options.log_dir is not None:
-        options.log_dir.mkdir(parents=True, exist_ok=True)
     folder = options.log_dir or Path(tempfile.mkdtemp(prefix="millrace-chaos-"))
     print(f"seed {options.seed}: {size}, logs in {folder}", flush=True)
     try:
@@ -87,7 +90,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
         return STOPPED
     print("\n".join(result.lines), flush=True)
     if options.save_history is not None:
-        save(options.save_history, result.requests)
+        write_output_file("--save-history", options.save_history, to_json_lines(result.requests))
     if not result.violations and options.log_dir is None:
         shutil.rmtree(folder, ignore_errors=True)
     return 1 if result.violations else 0

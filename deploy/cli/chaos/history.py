@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import orjson
@@ -92,8 +91,6 @@ class ClientRequest:
         }
 
 
-def save(path: Path, requests: Sequence[ClientRequest]) -> None:
-    """Writes the history as JSON lines."""
-    with path.open("wb") as file:
-        for one in requests:
-            file.write(orjson.dumps(one.to_json(), option=orjson.OPT_APPEND_NEWLINE))
+def to_json_lines(requests: Sequence[ClientRequest]) -> bytes:
+    """The history as JSON lines."""
+    return b"".join(orjson.dumps(one.to_json(), option=orjson.OPT_APPEND_NEWLINE) for one in requests)

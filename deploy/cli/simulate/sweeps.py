@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -27,6 +28,8 @@ from ....stages.recordings.simulation import Simulation
 from ....stages.recordings.workloads import Workload, read_trace
 from ....stages.schedule.policy import Policy, make_policy
 from ...config import ServerConfig
+from ...output_file import check_output_file, write_output_file
+from ...settings.near_miss import near_miss
 from ...settings.sources import parse
 from .fleet import FIXED, check_fleet, policies, run_fleet, scalings
 
@@ -81,6 +84,7 @@ class SimulationRow:
 
 def run(options: argparse.Namespace, engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Runs the command. 3 for a file that cannot be read."""
+    _check(options)
     try:
         rows = simulate(options)
     except RecordingError as error:
@@ -89,10 +93,22 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     print(table(rows))
     if options.save_result is not None:
         results = [{"settings": dict(row.settings), **row.figures} for row in rows]
-        options.save_result.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2) + b"\n")
+        content = orjson.dumps(results, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        write_output_file("--save-result", options.save_result, content)
     if options.plot is not None:
         plot(rows, options.plot)
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises `ConfigError` for numbers and files with which a simulation would end wrongly."""
+    if options.max_requests is not None and options.max_requests < 1:
+        raise ConfigError(f"--max-requests {options.max_requests}: must be at least 1")
+    for name in ("scale_times", "scale_lengths"):
+        if not 0.0 <= (value := getattr(options, name)) < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be a number, 0 or more")
+    for name in ("save_cost_model", "save_result", "plot"):
+        check_output_file(f"--{name.replace('_', '-')}", getattr(options, name))
 
 
 def simulate(options: argparse.Namespace) -> list[SimulationRow]:
@@ -102,7 +118,7 @@ def simulate(options: argparse.Namespace) -> list[SimulationRow]:
     fitted = _fitted(options)
     print(_describe(fitted), file=sys.stderr)
     if options.save_cost_model is not None:
-        fitted.save(options.save_cost_model)
+        write_output_file("--save-cost-model", options.save_cost_model, fitted.to_json())
     trace = read_trace(options.trace)
     trace = trace.scaled(times=options.scale_times, lengths=options.scale_lengths, most=options.max_requests)
     fixed = dict(_assignment(text) for text in options.set or ())
@@ -216,8 +232,8 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
 
 def _known(name: str, text: str) -> str:
     if name not in (*ENGINE_FIELDS, *DRAFT_FIELDS, *ADMISSION_FIELDS) or "=" not in text:
-        names = ", ".join((*ENGINE_FIELDS, *DRAFT_FIELDS, *ADMISSION_FIELDS))
-        raise ConfigError(f"{text}: must be name=value, with one of {names}")
+        known = (*ENGINE_FIELDS, *DRAFT_FIELDS, *ADMISSION_FIELDS)
+        raise ConfigError(f"{text}{near_miss(name, known)}: must be name=value, with one of {', '.join(known)}")
     return name
 
 

@@ -310,6 +310,20 @@ def heeds_interrupts() -> None:
 
 
 @pytest.mark.slow
+def test_an_existing_file_stays_until_there_is_a_model_and_is_overwritten_then(
+    server: RunningServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sink = tmp_path / "out.jsonl"
+    sink.write_text("the answers of yesterday\n")
+    (tmp_path / "in.jsonl").write_text(line("a") + "\n")
+    command = ["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(sink)]
+    assert main([*command, "--model", str(tmp_path / "no-model")]) == 3
+    assert "there is no such file or folder" in capfd.readouterr().err
+    assert sink.read_text() == "the answers of yesterday\n"
+    code, answers = run_file(tmp_path, [line("b")], "--url", server.url)
+    assert code == 0 and set(answers) == {"b"}
+
+
 def test_an_interrupt_keeps_what_was_answered(server: RunningServer):
     command = [sys.executable, "-m", "millrace.deploy", "run-batch", "-i", "-", "-o", "-", "--url", server.url]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

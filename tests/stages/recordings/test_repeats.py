@@ -389,7 +389,7 @@ def test_the_command_says_that_no_drafts_are_made_if_a_trace_has_no_repeats(
 ):
     csv, model, path = tmp_path / "azure.csv", tmp_path / "model.json", tmp_path / "result.json"
     csv.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,37,44\n")
-    FittedCostModel(CostModel(step_s=1.0), DRAFTING).save(model)
+    model.write_bytes(FittedCostModel(CostModel(step_s=1.0), DRAFTING).to_json())
     told = "the trace has no repetitions in answers: speculation = off\n"
     asked = ["--trace", str(csv), "--cost-model", str(model)]
     rows, said = figures(*asked, capsys=capsys, path=path)

@@ -120,7 +120,7 @@ def test_no_cost_is_below_zero_and_the_total_is_right_where_times_are_noise():
 
 def test_a_cost_model_is_written_and_read_and_a_wrong_one_is_refused(tmp_path: Path):
     path = tmp_path / "model.json"
-    FittedCostModel(ONE_A_SECOND, ENGINE).save(path)
+    path.write_bytes(FittedCostModel(ONE_A_SECOND, ENGINE).to_json())
     assert FittedCostModel.read(path) == FittedCostModel(ONE_A_SECOND, ENGINE)
     told = orjson.loads(path.read_bytes())
     told["seconds"]["step_s"] = -1

@@ -20,7 +20,7 @@ TRACE = [  # as Mooncake's: milliseconds, and ids of blocks of 512 tokens
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
     (tmp_path / "trace.jsonl").write_bytes(b"\n".join(map(orjson.dumps, TRACE)))
-    FittedCostModel(COSTS, ENGINE).save(tmp_path / "model.json")
+    (tmp_path / "model.json").write_bytes(FittedCostModel(COSTS, ENGINE).to_json())
     return ["--trace", str(tmp_path / "trace.jsonl"), "--cost-model", str(tmp_path / "model.json")]
 
 

@@ -7,6 +7,8 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from ....model.checkpoint import hub
 from ....model.errors import DownloadError, ModelError
@@ -67,12 +69,33 @@ def is_offline(engine: EngineConfig) -> bool:
 
 
 def _hub() -> Finding:
+    """Whether the Hub can be reached, or the mirror and the proxy that the environment names."""
+    endpoint = os.environ.get("HF_ENDPOINT") or f"https://{HUB}"
     try:
-        socket.create_connection((HUB, 443), HUB_WAIT_S).close()
+        host, port = _place(endpoint)
+        proxy = None if proxy_bypass(host) else getproxies().get(urlsplit(endpoint).scheme)
+        asked, where = host, (host, port)
+        if proxy is not None:
+            where = _place(proxy if "://" in proxy else f"http://{proxy}")
+            asked = f"{host}, by the proxy {where[0]}:{where[1]},"
+        socket.create_connection(where, HUB_WAIT_S).close()
+    except ValueError as error:
+        return fail("hub", f"{error}: must be like https://{HUB}", "correct HF_ENDPOINT or the proxy's variable")
     except OSError as error:
         step = "check network and proxy, or copy the model's folder here; HF_ENDPOINT names a mirror"
-        return fail("hub", f"{HUB} cannot be reached: {error.strerror or error}", step)
-    return ok("hub", f"{HUB} answers")
+        return fail("hub", f"{asked} cannot be reached: {error.strerror or error}", step)
+    return ok("hub", f"{asked} answers")
+
+
+def _place(url: str) -> tuple[str, int]:
+    """Host and port of a URL. Raises ValueError."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        pass
+    raise ValueError(url)
 
 
 def _cache(engine: EngineConfig, *, is_needed: bool) -> Iterator[Finding]:

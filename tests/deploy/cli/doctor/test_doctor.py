@@ -85,13 +85,32 @@ def test_a_model_that_is_not_here_is_a_warning_unless_downloads_are_off(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(service, "HUB", "localhost.invalid")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
     arguments = ("owner/there-is-no-such-name", "--download-dir", str(tmp_path))
     code, found = examined(capsys, *arguments)
     assert (code, found["model"].status, found["hub"].status) == (1, "warn", "fail")
     assert "localhost.invalid cannot be reached" in found["hub"].text
     code, found = examined(capsys, *arguments, "--offline")
     assert (code, found["model"].status) == (1, "fail") and "downloads are off" in found["model"].text
+
+
+def test_the_hub_is_asked_as_a_download_asks_it_by_its_mirror_and_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(service, "HUB", "localhost.invalid")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        place = f"127.0.0.1:{listening.getsockname()[1]}"
+        for proxy in (f"http://{place}", place):
+            monkeypatch.setenv("HTTPS_PROXY", proxy)
+            asked = service._hub()
+            assert (asked.status, asked.text) == ("ok", f"localhost.invalid, by the proxy {place}, answers")
+        monkeypatch.setenv("HF_ENDPOINT", f"http://{place}")
+        assert service._hub().status == "ok"
+    assert service._hub().text.startswith("127.0.0.1 cannot be reached: ")
+    for wrong in ("nonsense", "http://[::1", "ftp://a"):
+        monkeypatch.setenv("HF_ENDPOINT", wrong)
+        assert service._hub().text == f"{wrong}: must be like https://localhost.invalid"
 
 
 @pytest.mark.parametrize(

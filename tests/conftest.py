@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from millrace.kernels.native import build, machine
 from millrace.runtime.env import log
@@ -24,7 +24,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one of several beside each other: tor
 if not FULL:
     quicken(build.FLAGS, machine.instruction_sets())
 
-settings.register_profile("millrace", deadline=None, derandomize=not FULL, print_blob=True)
+settings.register_profile(  # a machine that stands still for half a minute draws no slower than another
+    "millrace",
+    deadline=None,
+    derandomize=not FULL,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("millrace")
 
 

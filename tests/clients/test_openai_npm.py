@@ -123,7 +123,7 @@ def test_a_stream_that_is_left_makes_no_more_tokens(demo: RunningServer):
 
     before = metric("vllm:generation_tokens_total")
     assert len(result_of("leave", demo)["pieces"]) == 3
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while metric("vllm:num_requests_running"):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -81,12 +81,12 @@ class RunningServer:
         stats: dict[str, Any] = self.ask("stats")
         return stats
 
-    def wait_until_idle(self, timeout_s: float = 5.0) -> float:
+    def wait_until_idle(self, timeout_s: float = 60.0) -> float:
         """Waits until nothing is left of any request in the engine. Returns the seconds by the server's own clock,
         which stands still while others have the processor (`scripted_serve.LoopLag`)."""
         return self.wait_until_held(dict.fromkeys(HELD, 0), timeout_s)
 
-    def wait_until_held(self, most: Mapping[str, int], timeout_s: float = 5.0) -> float:
+    def wait_until_held(self, most: Mapping[str, int], timeout_s: float = 60.0) -> float:
         """The same, until the engine holds no more of each than that."""
         deadline, began_s = time.monotonic() + timeout_s, None
         while True:
@@ -116,13 +116,13 @@ class RunningServer:
 
     # -- talking
 
-    def connect(self, timeout_s: float = 20.0) -> socket.socket:
+    def connect(self, timeout_s: float = 60.0) -> socket.socket:
         """A connection of the bare kind."""
         connection = socket.create_connection(self.address, timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
-    def raw(self, data: bytes, timeout_s: float = 20.0) -> Answer:
+    def raw(self, data: bytes, timeout_s: float = 60.0) -> Answer:
         """What comes back for these bytes."""
         with self.connect(timeout_s) as connection:
             began = time.perf_counter()

@@ -27,7 +27,7 @@ def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 200))
 
     return run
 
@@ -72,7 +72,7 @@ async def serving(
             yield Serving(running, model, http)
 
 
-async def until(holds: Callable[[], Any], timeout_s: float = 10.0) -> None:
+async def until(holds: Callable[[], Any], timeout_s: float = 60.0) -> None:
     """Waits for something to become true."""
     async with asyncio.timeout(timeout_s):
         while not holds():  # noqa: ASYNC110 - there is no notification for it
@@ -95,7 +95,7 @@ class Client:
         body = {"prompt": prompt, "temperature": 0, **more}
         await self.send("create", id=id, endpoint="completions", body=body, credit=credit, **message)
 
-    async def receive(self, timeout_s: float = 10.0) -> Message:
+    async def receive(self, timeout_s: float = 60.0) -> Message:
         """The next message."""
         async with asyncio.timeout(timeout_s):  # its own would begin anew at each ping
             got = await self.socket.receive()
@@ -129,7 +129,7 @@ class Client:
 
     async def close_code(self) -> int | None:
         """Reads to the end."""
-        while (await self.socket.receive(timeout=10)).type is aiohttp.WSMsgType.TEXT:
+        while (await self.socket.receive(timeout=60)).type is aiohttp.WSMsgType.TEXT:
             pass
         return self.socket.close_code
 

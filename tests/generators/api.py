@@ -74,6 +74,7 @@ RANDOM_CASES = {
         *("ollamaTags", "ollamaPs", "ollamaVersion", "generateStream"),
     ),
 }
+PATIENT = 'suppress-health-check = ["too_slow"]\n'  # of drawing: 30 s, which a machine may stand still
 AUTHORIZATION = f"""
 [auth.openapi.key]
 bearer = "{KEY}"
@@ -116,12 +117,12 @@ def run(cases: int, *more: str, fills_up: bool = False, **pipes: Any) -> Outcome
         warm_up(server, key, fully=True)
         config = Path(folder) / "schemathesis.toml"
         few = [FEW.format(names=json.dumps(names), cases=count) for count, names in RANDOM_CASES.items() if fills_up]
-        config.write_text(f'hooks = "tests.generators.hooks"\n{AUTHORIZATION}{"".join(few)}')
+        config.write_text(f'hooks = "tests.generators.hooks"\n{PATIENT}{AUTHORIZATION}{"".join(few)}')
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
         document = Path(folder) / "openapi.json"  # which needs a key itself
         document.write_bytes(server.get("/openapi.json", key).body)
         command += [str(document), "--url", server.url, "--checks", "all", "--max-examples", str(cases)]
-        command += ["--phases", "examples,coverage,fuzzing,stateful", "--no-color", "--request-timeout", "60"]
+        command += ["--phases", "examples,coverage,fuzzing,stateful", "--no-color", "--request-timeout", "120"]
         folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         counts = Path(folder) / "counts.json"
         told = {"MILLRACE_TEST_CONTEXT": str(CONTEXT), "MILLRACE_TEST_COUNTS": str(counts), "PYTHONPATH": folders}

@@ -91,7 +91,7 @@ def test_a_sender_cancelled_after_it_was_promised_room_passes_the_wake_up_on() -
         await settle()
         channel.recv_all()  # promises the room to `woken` ...
         woken.cancel()  # ... which is cancelled before it runs
-        await asyncio.wait_for(next_one, 1.0)
+        await asyncio.wait_for(next_one, 60.0)
         assert channel.recv_all() == ["second"]
         assert channel.try_send("third")
 
@@ -177,7 +177,7 @@ def test_a_receiver_that_waits_gets_what_comes_and_ends_with_the_close() -> None
             await channel.send(i)
         await settle()
         channel.close()
-        await asyncio.wait_for(receiver, 1.0)
+        await asyncio.wait_for(receiver, 60.0)
         assert received == list(range(10))
 
     run(main())
@@ -227,12 +227,12 @@ def test_a_ring_before_the_wait_is_not_lost() -> None:
     async def main() -> None:
         wakeup = Wakeup()
         wakeup.set()
-        await asyncio.wait_for(wakeup.wait(), 1.0)
+        await asyncio.wait_for(wakeup.wait(), 60.0)
         waiting = asyncio.create_task(wakeup.wait())
         await settle()
         assert not waiting.done()  # one ring, one wake-up
         wakeup.set()
-        await asyncio.wait_for(waiting, 1.0)
+        await asyncio.wait_for(waiting, 60.0)
 
     run(main())
 
@@ -245,7 +245,7 @@ def test_a_ring_whose_waiter_was_cancelled_wakes_the_next_one() -> None:
         wakeup.set()
         waiting.cancel()
         await settle()
-        await asyncio.wait_for(wakeup.wait(), 1.0)
+        await asyncio.wait_for(wakeup.wait(), 60.0)
 
     run(main())
 
@@ -256,15 +256,15 @@ def test_a_bell_that_starts_to_listen_late_still_rings_for_what_is_there() -> No
         channel.try_send(1)
         wakeup = Wakeup()
         channel.listen(wakeup)
-        await asyncio.wait_for(wakeup.wait(), 1.0)
+        await asyncio.wait_for(wakeup.wait(), 60.0)
         closed: Channel[int] = Channel("c", 1)
         closed.close()
         closed.listen(wakeup)
-        await asyncio.wait_for(wakeup.wait(), 1.0)
+        await asyncio.wait_for(wakeup.wait(), 60.0)
         lane = ControlLane("control")
         lane.post(1, "cancel")
         lane.listen(wakeup)
-        await asyncio.wait_for(wakeup.wait(), 1.0)
+        await asyncio.wait_for(wakeup.wait(), 60.0)
 
     run(main())
 

@@ -14,7 +14,7 @@ from millrace.runtime.env.service_manager import ServiceManager
 def listening(address: str) -> socket.socket:
     receiving = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     receiving.bind("\0" + address[1:] if address.startswith("@") else address)
-    receiving.settimeout(5.0)
+    receiving.settimeout(60.0)
     return receiving
 
 

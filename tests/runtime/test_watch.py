@@ -161,11 +161,11 @@ def test_a_watch_ticks_less_often_while_no_request_lives_and_soon_again_once_wok
         watch.start()
         first_s = await heard(1)
         assert watch.tick_s == watch.idle_tick_s
-        assert await heard(2) - first_s > 0.9 * watch.idle_tick_s
+        watch.idle_tick_s = 600.0  # from the next tick on
+        assert await heard(2) - first_s > 0.7
         live.append("a")
         watch.wake()
-        woken_s = time.monotonic()
-        assert await heard(3) - woken_s < 0.9 * watch.idle_tick_s
+        await heard(3)  # at once, and not in ten minutes
         assert watch.tick_s == TICK_S, "something lives"
         watch.stop()
         watch.wake()

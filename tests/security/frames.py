@@ -78,7 +78,7 @@ def upgraded(server: RunningServer, headers: Mapping[str, str] | None = None, **
     with socket.socket() as connection:
         if "receive_buffer" in options:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options["receive_buffer"])
-        connection.settimeout(10)
+        connection.settimeout(60)
         connection.connect(server.address)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(head_bytes("GET", "/v1/stream", UPGRADE | dict(headers or {})))
@@ -101,7 +101,7 @@ class Raw:
     def send(self, data: bytes) -> None:
         send(self.connection, data)
 
-    def listen(self, patience_s: float = 5.0) -> Told:
+    def listen(self, patience_s: float = 60.0) -> Told:
         """Reads up to the close, or for so long."""
         deadline = time.monotonic() + patience_s
         while self.told.close_code is None and not self.told.is_cut:

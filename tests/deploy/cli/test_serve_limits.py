@@ -62,7 +62,7 @@ def test_a_server_with_few_threads_serves_or_names_what_it_lacks(
     finally:
         gc.unfreeze()
         gc.enable()
-    assert time.monotonic() - began_s < 5.0
+    assert time.monotonic() - began_s < 60.0
     assert bool(is_ready) == (num_allowed >= 2), "the device's thread, and the one that watches the loop"
 
 
@@ -72,7 +72,7 @@ def test_a_signal_ends_the_process_in_time_whatever_hangs(hang: str, code: int) 
     began_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", ENDLESS.format(hang=hang)], timeout=99, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
-    assert time.monotonic() - began_s < 30.0
+    assert time.monotonic() - began_s < 55.0
     if code == 1:
         assert "it did not stop within 0.2 s" in done.stderr
 

@@ -41,7 +41,7 @@ class Looking:
         await self.socket.send_str(json.dumps({"type": type, **members}))
 
     async def hear(self) -> Any:
-        return json.loads(await self.socket.receive_str(timeout=10))
+        return json.loads(await self.socket.receive_str(timeout=60))
 
     async def update(self) -> Any:
         """The next update, merged into what is known."""
@@ -56,7 +56,7 @@ class Looking:
     async def until_over(self) -> tuple[list[Any], int | None]:
         """All that still comes, and the code with which it closes."""
         told = []
-        while (message := await self.socket.receive(timeout=10)).type is aiohttp.WSMsgType.TEXT:
+        while (message := await self.socket.receive(timeout=60)).type is aiohttp.WSMsgType.TEXT:
             told.append(json.loads(message.data))
         return told, self.socket.close_code
 

@@ -165,7 +165,7 @@ def _ask(url: str, query: str) -> list[Any]:
 def _get(url: str, path: str) -> Any:
     for _ in range(100):
         try:
-            with urllib.request.urlopen(url + path, timeout=10) as response:
+            with urllib.request.urlopen(url + path, timeout=60) as response:
                 return json.loads(response.read())["data"]
         except (ConnectionError, urllib.error.URLError) as error:
             if isinstance(error, urllib.error.HTTPError) and error.code != 503:

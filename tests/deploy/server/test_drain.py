@@ -51,7 +51,7 @@ class Draining:
             return response.status, await response.json()
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             while not condition():  # noqa: ASYNC110 - threads and the engine make it true
                 await asyncio.sleep(0.001)
 
@@ -201,7 +201,7 @@ def test_a_response_that_is_not_fetched_ends_the_drain_at_its_limit() -> None:
             await at.until(lambda: not at.server.service.live)
             began_s = asyncio.get_running_loop().time()
             assert await (await at.begin())
-            assert 0.15 < asyncio.get_running_loop().time() - began_s < 5.0
+            assert 0.15 < asyncio.get_running_loop().time() - began_s < 25.0
             assert (await at.get(f"/v1/responses/{queued['id']}"))[0] == 200
 
     run(test)

@@ -23,7 +23,7 @@ def begin_stream(server: RunningServer, max_tokens: int):
 
 def until_draining(server: RunningServer) -> None:
     """Waits until the server has received the signal."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while (ready := server.get("/health/ready")).status == 200:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -136,11 +136,11 @@ async def test_draining_waits_for_the_response_and_closes_with_1001():
     async with serving(step_s=0.002, script=ENDLESS) as running:
         async with running.http.ws_connect(running.server.url + "/v1/responses") as socket:
             await socket.send_json({"type": "response.create"} | ASKED)
-            first = await socket.receive_json(timeout=10)
+            first = await socket.receive_json(timeout=60)
             assert first["type"] == "response.created"
             draining = asyncio.create_task(running.server.drain())
             kinds = []
-            while (message := await socket.receive(timeout=10)).type.name == "TEXT":
+            while (message := await socket.receive(timeout=60)).type.name == "TEXT":
                 kinds.append(json.loads(message.data)["type"])
             assert kinds[-2:] == ["response.incomplete", "error"] and socket.close_code == 1001
             assert await draining
@@ -161,5 +161,5 @@ async def test_draining_waits_for_the_response_and_closes_with_1001():
 async def test_a_message_that_is_wrong_is_told_where(message, param):
     async with serving() as running, running.http.ws_connect(running.server.url + "/v1/responses") as socket:
         await socket.send_json(message)
-        error = await socket.receive_json(timeout=10)
+        error = await socket.receive_json(timeout=60)
         assert (error["type"], error["error"]["param"], error["status"]) == ("error", param, 400)

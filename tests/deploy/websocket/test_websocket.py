@@ -39,7 +39,7 @@ async def chunks(serving: Serving, endpoint: str, body: dict[str, Any], request_
     async with serving.client() as client:
         await client.send("create", id=request_id, endpoint=endpoint, body=body)
         while True:
-            data = (await client.socket.receive(timeout=10)).data
+            data = (await client.socket.receive(timeout=60)).data
             if data.startswith('{"type":"done"'):
                 return found
             if data.startswith('{"type":"chunk"'):
@@ -215,10 +215,10 @@ async def test_text_that_is_no_json_object_is_told_and_the_socket_goes_on(text):
             await client.receive_until("done", "before")
         async with running.http.ws_connect(f"{running.server.url}/v1/responses") as socket:
             await socket.send_str(text)
-            error = await socket.receive_json(timeout=10)
+            error = await socket.receive_json(timeout=60)
             assert (error["type"], error["status"], error["error"]["code"]) == ("error", 400, "invalid_json")
             await socket.send_json({"type": "response.create", "input": "hi", "max_output_tokens": 2})
-            assert (await socket.receive_json(timeout=10))["type"] == "response.created"
+            assert (await socket.receive_json(timeout=60))["type"] == "response.created"
 
 
 @on_loop

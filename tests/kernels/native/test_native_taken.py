@@ -140,7 +140,7 @@ def test_nothing_is_taken_within_a_step_or_shortly_after_it(num_takers: int):
 
 def test_two_take_pages_at_a_time_and_none_of_them_twice():
     memory = np.empty((2, 64 * MIB), np.uint8)
-    clock, both_are_there = Clock(), threading.Barrier(2, timeout=10)
+    clock, both_are_there = Clock(), threading.Barrier(2, timeout=60)
     taken: list[int] = []
     takers: set[int] = set()
 

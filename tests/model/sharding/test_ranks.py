@@ -106,7 +106,7 @@ class Ranks:
     def all(self, call: Any) -> list[Any]:
         pending = [self._pool.submit(call, rank) for rank in range(self.group.size)]
         for one in pending:
-            if (error := one.exception(timeout=20)) is not None:
+            if (error := one.exception(timeout=60)) is not None:
                 self.group.end()  # or the others wait for ever
                 raise error
         return [one.result() for one in pending]

@@ -77,7 +77,7 @@ def test_closing_a_worker_waits_for_no_thread_that_never_ran(shortage: Shortage)
 
 def test_a_pool_works_with_the_threads_that_it_got_and_gets_the_others_later(shortage: Shortage) -> None:
     async def test(env: LiveEnv) -> None:
-        worker, meeting = env.worker("w", 2), threading.Barrier(2, timeout=5)
+        worker, meeting = env.worker("w", 2), threading.Barrier(2, timeout=60)
         shortage.num_allowed = 1
         assert await asyncio.gather(*(worker.submit(lambda i=i: i) for i in range(4))) == [0, 1, 2, 3]
         shortage.num_allowed = None

@@ -141,7 +141,7 @@ def test_a_process_with_a_lost_device_is_replaced_and_its_requests_go_on(
                 await asyncio.sleep(0.03)
                 reason, took_s = await lose(engine, how)
                 assert "the device is lost since step" in reason and cause in reason
-                assert took_s < 10.0, "by the probe's 1.5 s, not by the 30 s of a process that hangs"
+                assert took_s < 25.0, "by the probe's 1.5 s, not by the 30 s of a process that hangs"
                 assert await asyncio.gather(*under_way) == due
                 await until(lambda: engine.health.is_ready)
             assert engine.num_deaths == 2

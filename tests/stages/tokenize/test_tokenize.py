@@ -207,7 +207,7 @@ async def test_a_cancelled_request_goes_no_further_and_frees_its_place(env: SimE
 
 def test_long_text_is_tokenized_in_threads_side_by_side_and_short_text_in_place():
     threads: set[str] = set()
-    both = threading.Barrier(2, timeout=5)
+    both = threading.Barrier(2, timeout=60)
 
     class Slow(ByteText):
         def encode_text(self, text: str) -> list[int]:

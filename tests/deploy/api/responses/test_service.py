@@ -36,7 +36,7 @@ def events_of(answer: Answer) -> list[dict[str, Any]]:
 
 
 def wait_until_over(server: RunningServer, response_id: str) -> dict[str, Any]:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         response = server.get(f"{PATH}/{response_id}").json
         if response["status"] not in ("queued", "in_progress"):
@@ -65,7 +65,7 @@ def test_the_client_creates_streams_retrieves_and_deletes(client):
 def test_the_client_makes_one_in_the_background_and_polls(client):
     response = client.responses.create(input="Tell me a story", background=True, **GREEDY)
     assert response.status == "queued" and response.background
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while response.status in ("queued", "in_progress") and time.monotonic() < deadline:
         response = client.responses.retrieve(response.id)
     assert len(response.output_text) > 9 and response.usage.output_tokens == 12
@@ -235,7 +235,7 @@ def test_a_client_that_leaves_ends_its_request_but_not_one_in_the_background(slo
 
 
 def wait_for_work(server: RunningServer) -> None:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while not server.stats()["sequences"]:
         assert time.monotonic() < deadline
 

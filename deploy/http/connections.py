@@ -209,6 +209,13 @@ class Listener(web.Server):
             self._closing.add(connection)
         return len(chosen)
 
+    def close_all_idle(self) -> None:
+        """Closes the connections that wait for a request."""
+        for connection in list(self._connections):
+            if isinstance(connection, Connection) and connection.idle_since_s is not None:
+                connection.force_close()
+                self._closing.add(connection)
+
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Checks headers that aiohttp mishandles, then calls the handler.
 

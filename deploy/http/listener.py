@@ -133,6 +133,11 @@ class ServerRunner(web.AppRunner):
         if isinstance(self.server, Listener):
             self.server.write_through()
 
+    def close_idle(self) -> None:
+        """Closes the connections that wait for a request."""
+        if isinstance(self.server, Listener):
+            self.server.close_all_idle()
+
     def wait_for_writes(self, limit_s: float) -> None:
         """`cleanup` will wait so long for answers that are being written, within `WRITE_S`."""
         self._shutdown_timeout = min(max(limit_s, WRITE_S[0]), WRITE_S[1])

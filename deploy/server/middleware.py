@@ -144,7 +144,7 @@ def take_in(
 def add_headers(service: Service, gate: OriginCheck) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
     """A signal handler that adds the common headers to every response.
 
-    While draining, it also closes connections.
+    Once the server is to end, it also closes connections: a balancer that keeps them open would send more requests.
     """
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
@@ -158,7 +158,7 @@ def add_headers(service: Service, gate: OriginCheck) -> Callable[[web.Request, w
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Server"] = "millrace"
         response.headers.update(gate.cors_headers(request))
-        if service.is_draining and response.status != SWITCHING_PROTOCOLS:
+        if (service.is_draining or service.is_leaving) and response.status != SWITCHING_PROTOCOLS:
             response.force_close()
             response.headers["Connection"] = "close"  # aiohttp has chosen its own already
 

@@ -134,9 +134,15 @@ class Server:
             engine.traffic.log_texts(self.config.log_prompts)
 
     async def leave(self) -> None:
-        """Says that it is not ready, and goes on for `lame_duck_s`: load balancers take time to hear of it."""
+        """Says that it is not ready, and goes on for `lame_duck_s`: load balancers take time to hear of it.
+
+        Answers close their connections from then on. In the end those that are idle are closed: the drain would refuse
+        what comes over them.
+        """
         self.service.is_leaving = True
         await asyncio.sleep(self.config.lame_duck_s)
+        if self._runner is not None:
+            self._runner.close_idle()
 
     async def drain(self) -> bool:
         """Refuses new requests, waits up to `shutdown_timeout_s` for those that have come in, aborts the rest.

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.deploy.running import RunningServer, free_port, post_bytes, read_answer, send
+from tests.deploy.running import RunningServer, free_port, head_bytes, post_bytes, read_answer, send
 
 TEXT = "/v1/completions"
 ENDLESS = {"eos_probability": 0.0}
@@ -57,6 +57,24 @@ def test_a_lame_duck_is_not_ready_and_takes_requests_until_it_drains():
         assert server.post(TEXT, {"prompt": "b", "max_tokens": 2}).status == 200
         assert server.process.wait(10) == 0
         assert time.monotonic() - began > 1.5
+
+
+@pytest.mark.slow
+def test_connections_that_clients_keep_end_with_an_answer_or_idle_before_the_drain():
+    kept = {"Connection": "keep-alive"}
+    with RunningServer(step_s=0.01, script=ENDLESS, server={"lame_duck_s": 1.0}) as server:
+        with server.connect(timeout_s=30.0) as used, server.connect(timeout_s=30.0) as idle:
+            for connection in (used, idle):
+                send(connection, head_bytes("GET", "/health/live", kept))
+                assert "connection" not in read_answer(connection).headers
+            with begin_stream(server, max_tokens=400):
+                server.signal(signal.SIGTERM)
+                until_draining(server)
+                send(used, post_bytes(TEXT, {"prompt": "b", "max_tokens": 2}, kept))
+                answer = read_answer(used)
+                assert (answer.status, answer.headers["connection"]) == (200, "close") and used.recv(1) == b""
+                assert idle.recv(1) == b"", "closed without a word: its client opens another one, elsewhere"
+                assert server.process.poll() is None, "the stream still runs"
 
 
 @pytest.mark.slow

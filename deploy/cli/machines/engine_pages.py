@@ -50,14 +50,20 @@ class EnginePages:
         await self._runner.cleanup()
 
     async def _health(self, request: web.Request) -> web.Response:
-        """200 while fronts may connect; 503 while the model loads, and from the drain on."""
+        """200 while fronts may connect; 503 while the model loads, and from the drain on.
+
+        With `?fronts=1`, also 503 while no front is connected: so the next engine is not replaced before that.
+        """
         engine = self._engine
-        body: dict[str, object] = {"status": engine.state, "fronts": engine.num_fronts, "requests": engine.num_live}
+        status: str = engine.state
+        if status == "ready" and not engine.num_fronts and request.query.get("fronts", "0") != "0":
+            status = "alone"
+        body: dict[str, object] = {"status": status, "fronts": engine.num_fronts, "requests": engine.num_live}
         if engine.labels:
             body["labels"] = dict(engine.labels)
-        if engine.state != "ready":
-            body["reason"] = engine.reason
-        return web.json_response(body, status=200 if engine.state == "ready" else 503)
+        if status != "ready":
+            body["reason"] = engine.reason or "no front is connected"
+        return web.json_response(body, status=200 if status == "ready" else 503)
 
     async def _live(self, request: web.Request) -> web.Response:
         """503 for an engine that only a restart helps."""

@@ -1,0 +1,45 @@
+"""The pages of an engine, as probes ask them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import aiohttp
+import pytest
+
+from millrace.deploy.cli.machines.engine_pages import EnginePages
+
+READY = {"/health": 200, "/health/ready": 200, "/health/ready?fronts=0": 200, "/health/live": 200}
+
+
+@pytest.mark.parametrize(
+    ("state", "num_fronts", "statuses"),
+    [
+        ("ready", 0, READY | {"/health/ready?fronts=1": 503}),
+        ("ready", 2, READY | {"/health/ready?fronts=1": 200}),
+        ("draining", 2, {"/health": 503, "/health/ready?fronts=1": 503, "/health/live": 200}),
+    ],
+)
+def test_a_probe_may_ask_that_an_engine_has_a_front_before_it_is_ready(
+    state: str, num_fronts: int, statuses: dict[str, int]
+) -> None:
+    async def main() -> None:
+        reason = "" if state == "ready" else "the engine stops once its requests have ended"
+        engine = SimpleNamespace(state=state, reason=reason, num_fronts=num_fronts, num_live=0, labels={})
+        pages = EnginePages(cast(Any, engine), "127.0.0.1", 0)
+        await pages.start()
+        try:
+            async with aiohttp.ClientSession() as session:
+                for path, status in statuses.items():
+                    async with session.get(pages.url + path) as answer:
+                        body = await answer.json()
+                        assert answer.status == status, (path, body)
+                        if status == 503:
+                            expected = ("alone", "no front is connected") if state == "ready" else (state, reason)
+                            assert (body["status"], body["reason"]) == expected
+        finally:
+            await pages.aclose()
+
+    asyncio.run(main())

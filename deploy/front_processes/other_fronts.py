@@ -25,6 +25,7 @@ from aiohttp import (
 from multidict import CIMultiDict
 from yarl import URL
 
+from ...runtime.env.awake_time import AwakeTimeout
 from ...stages.traffic.traffic_rules import TrafficRules
 from ..api.service import Service
 from ..config import ServerConfig
@@ -161,7 +162,7 @@ class OtherFronts:
 
     async def _in_time(self, request: web.Request, writing: Awaitable[None]) -> None:
         try:
-            async with asyncio.timeout(self.config.stalled_reader_s):
+            async with AwakeTimeout(self.config.stalled_reader_s):
                 await writing
         except TimeoutError:
             if request.transport is not None:

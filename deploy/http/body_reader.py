@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from ...runtime.env.awake_time import AwakeTimeout
 from ..config import ServerConfig
 from ..errors import ApiError
 from .json_limits import INLINE_BYTES, JsonLimits, parse_object, too_large
@@ -67,7 +68,7 @@ async def read_ahead(request: web.Request, config: ServerConfig) -> bytes:
 
 async def _read_in_time(request: web.Request, config: ServerConfig) -> bytes:
     try:
-        async with asyncio.timeout(config.body_timeout_s):
+        async with AwakeTimeout(config.body_timeout_s):
             return await _read_all(request, config.max_body_bytes)
     except TimeoutError:
         raise ApiError("request_timeout", f"the body did not arrive within {config.body_timeout_s:g} s") from None

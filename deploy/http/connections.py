@@ -15,6 +15,7 @@ import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
+from ...runtime.env.awake_time import AwakeTimer
 from ..errors import ApiError
 from .websocket_frames import FrameGuard
 
@@ -38,7 +39,7 @@ class Connection(web.RequestHandler):
     def __init__(self, manager: web.Server, *, header_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self._header_timeout_s = header_timeout_s
-        self._header_timer: asyncio.TimerHandle | None = None
+        self._header_timer: AwakeTimer | None = None
         self._header_bytes = 0
         self._frame_guard: FrameGuard | None = None
         self.writes_through = False  # a write waits until its bytes have left this process
@@ -87,7 +88,7 @@ class Connection(web.RequestHandler):
         elif data:
             self._header_bytes += len(data)
             if self._header_timer is None:
-                self._header_timer = self._loop.call_later(self._header_timeout_s, self._headers_timed_out)
+                self._header_timer = AwakeTimer(self._header_timeout_s, self._headers_timed_out)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end_headers()

@@ -14,6 +14,7 @@ from aiohttp import HttpVersion11, web
 
 from .answer_record import RECORD, AnswerRecord
 from .connections import Connection
+from .write_watch import WriteWatch
 
 DONE = b"[DONE]"  # the data of a stream's last event
 PING = b": ping\n\n"
@@ -39,9 +40,7 @@ class EventStream:
     ) -> None:
         self.has_stalled = False
         self._request = request
-        self._stalled_reader_s = stalled_reader_s
-        self._waiting_since: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._watch = WriteWatch(stalled_reader_s, self._end_stalled)
         self._ping_interval_s = ping_interval_s
         self._pinging: asyncio.Task[None] | None = None
         self._num_sent = 0
@@ -62,14 +61,13 @@ class EventStream:
         await self._response.prepare(self._request)
         if self._response.chunked:
             self._transport = self._request.transport
-        self._watch()
+        self._watch.start()
         if self._ping_interval_s:
             self._pinging = asyncio.get_running_loop().create_task(self._ping())
         return self
 
     async def __aexit__(self, *exc_info: Any) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._watch.stop()
         if self._pinging is not None:
             self._pinging.cancel()
 
@@ -83,9 +81,9 @@ class EventStream:
     async def write(self, events: bytes) -> None:
         """Sends whole events that are already framed. Waits as `send` does."""
         self._num_sent += 1
-        self._waiting_since = asyncio.get_running_loop().time()
+        self._watch.waits_since_s = asyncio.get_running_loop().time()
         await self._response.write(events)
-        self._waiting_since = None
+        self._watch.waits_since_s = None
 
     @property
     def can_send_now(self) -> bool:
@@ -109,7 +107,7 @@ class EventStream:
         """Sends a comment after each interval without an event, so that proxies keep the stream."""
         num_sent = -1
         while True:
-            if num_sent == self._num_sent and self._waiting_since is None:
+            if num_sent == self._num_sent and self._watch.waits_since_s is None:
                 with contextlib.suppress(ConnectionError):  # the next `write` raises it
                     await self._response.write(PING)
             num_sent = self._num_sent
@@ -119,20 +117,15 @@ class EventStream:
         """Ends the response."""
         if self._pinging is not None:
             self._pinging.cancel()
-        self._waiting_since = asyncio.get_running_loop().time()
+        self._watch.waits_since_s = asyncio.get_running_loop().time()
         await self._response.write_eof()
-        self._waiting_since = None
+        self._watch.waits_since_s = None
         return self._response
 
-    def _watch(self) -> None:
-        """Checks for a stall eight times in `stalled_reader_s`: cheaper than a timeout for each write."""
-        loop = asyncio.get_running_loop()
-        if self._waiting_since is not None and loop.time() - self._waiting_since >= self._stalled_reader_s:
-            self.has_stalled = True
-            if self._request.transport is not None:
-                self._request.transport.abort()  # this cancels the handler, as any disconnect does
-            return
-        self._timer = loop.call_later(self._stalled_reader_s / 8, self._watch)
+    def _end_stalled(self) -> None:
+        self.has_stalled = True
+        if self._request.transport is not None:
+            self._request.transport.abort()  # this cancels the handler, as any disconnect does
 
 
 class RecordedStream(EventStream):

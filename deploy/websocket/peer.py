@@ -14,6 +14,7 @@ from ..errors import ApiError
 from ..http.connections import LINGER_S, Connection
 from ..http.sse import HIGH_WATER_BYTES, bound_buffers
 from ..http.websocket_frames import PROTOCOL_ERROR, FrameGuard, text_frame
+from ..http.write_watch import WriteWatch
 from .envelopes import error_message
 
 PROTOCOL = "millrace.v1"  # a browser that sends its key as a subprotocol must also offer this one
@@ -37,7 +38,6 @@ class Peer:
         self.has_left = False  # the client closed with code 1000, so it will not resume
         self.has_stalled = False
         self._request = request
-        self._stalled_reader_s = config.stalled_reader_s
         self._loop = asyncio.get_running_loop()
         self._guard = FrameGuard(config.max_body_bytes, self._loop.time, self._on_breach)
         self._close_task: asyncio.Task[None] | None = None  # set after a protocol violation
@@ -46,8 +46,7 @@ class Peer:
         self._turn = asyncio.Lock()  # held by the one task that waits for the client to read
         self._gathered: list[bytes] = []  # frames to write at the end of this loop iteration
         self._num_gathered = 0  # bytes in `_gathered`
-        self._waiting_since: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._watch = WriteWatch(config.stalled_reader_s, self._end_stalled)
         self.response = web.WebSocketResponse(
             heartbeat=config.ws_ping_interval_s,
             timeout=LINGER_S,
@@ -71,7 +70,7 @@ class Peer:
         connection.guard_frames(self._guard)
         bound_buffers(self._request)
         await self.response.prepare(self._request)
-        self._watch()
+        self._watch.start()
 
     async def receive(self) -> bytes | None:
         """The next text message, not checked for UTF-8; None once the socket is closed or closing."""
@@ -155,8 +154,7 @@ class Peer:
 
         Otherwise a partly received message would stay in memory until aiohttp's next ping fails.
         """
-        if self._timer is not None:
-            self._timer.cancel()
+        self._watch.stop()
         if self._close_task is not None:
             self._close_task.cancel()
         self._abort() if self.has_stalled else self._close()
@@ -165,11 +163,11 @@ class Peer:
 
     async def _write(self, payload: bytes, kind: WSMsgType) -> None:
         self._flush()
-        self._waiting_since = self._loop.time()
+        self._watch.waits_since_s = self._loop.time()
         try:
             await self.response.send_frame(payload, kind)
         finally:
-            self._waiting_since = None
+            self._watch.waits_since_s = None
 
     def _on_breach(self, code: int, reason: str) -> None:
         self._close_task = self._loop.create_task(self.end(code, ApiError(_VIOLATIONS[code], reason)))
@@ -183,14 +181,9 @@ class Peer:
         if self._request.transport is not None:
             self._request.transport.abort()  # this cancels the handler, as any disconnect does
 
-    def _watch(self) -> None:
-        """Checks for a stall eight times in `stalled_reader_s`, with one timer a socket."""
-        now = self._loop.time()
-        if self._waiting_since is not None and now - self._waiting_since >= self._stalled_reader_s:
-            self.has_stalled = True
-            self._abort()
-            return
-        self._timer = self._loop.call_later(self._stalled_reader_s / 8, self._watch)
+    def _end_stalled(self) -> None:
+        self.has_stalled = True
+        self._abort()
 
 
 def _may_be_sent(code: int) -> bool:

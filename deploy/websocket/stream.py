@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...runtime.env.awake_time import AwakeTimer
 from ...runtime.env.log import bound
 from ..api.openai.answers import AnswerBuilder
 from ..api.openai.chunks import ChunkIterator
@@ -70,7 +71,9 @@ class RequestStream:
         self._answer_id = ""
         self._outbox: RequestOutbox | None = None
         self._cause = "disconnect"  # reported to the engine if the request ends outside it
-        self._expiry: asyncio.TimerHandle | None = None
+        self._expiry: AwakeTimer | None = None
+        self._starving: AwakeTimer | None = None  # while it waits for room with a connected client
+        self._has_starved = False  # for too long
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
         self._first_s: float | None = None
@@ -142,7 +145,7 @@ class RequestStream:
 
     def _expire_later(self) -> None:
         self._stop_expiry()
-        self._expiry = self._loop.call_later(self._context.config.ws_resume_window_s, self.stop)
+        self._expiry = AwakeTimer(self._context.config.ws_resume_window_s, self.stop)
 
     def _stop_expiry(self) -> None:
         if self._expiry is not None:
@@ -219,15 +222,32 @@ class RequestStream:
         """
         if not self._is_cancelled and self._has_room():
             return
-        began_s, deadline_s = self._loop.time(), None
-        while self._is_cancelled or not self._has_room():
-            self._check_alive()
-            if not self.delivery.is_open:
-                deadline_s = None  # the resume window limits this wait
-            elif deadline_s is None:
-                deadline_s = self._loop.time() + self._context.config.stalled_reader_s
-            await self._wait_for_wakeup(deadline_s)
+        began_s = self._loop.time()
+        try:
+            while self._is_cancelled or not self._has_room():
+                self._check_alive()
+                self._limit_starving()
+                self.delivery.wakeup.clear()
+                await self.delivery.wakeup.wait()
+        finally:
+            self._end_starving()
         self._starved_s += self._loop.time() - began_s
+
+    def _limit_starving(self) -> None:
+        """While a client is connected, the time without room is limited; else the resume window limits it."""
+        if not self.delivery.is_open:
+            self._end_starving()
+        elif self._starving is None:
+            self._starving = AwakeTimer(self._context.config.stalled_reader_s, self._note_starved)
+
+    def _end_starving(self) -> None:
+        if self._starving is not None:
+            self._starving.cancel()
+            self._starving = None
+
+    def _note_starved(self) -> None:
+        self._has_starved = True
+        self.wake()
 
     def _has_room(self) -> bool:
         return (self._credit is None or self._credit > 0) and self.delivery.has_room
@@ -239,6 +259,9 @@ class RequestStream:
         """
         if self._is_cancelled:
             raise StreamCancelled
+        if self._has_starved:
+            self._cause = "stalled_reader"
+            raise self._stalled()
         if self._outbox is None or self._outbox.cause in (None, "finish"):
             return
         if self._outbox.error is not None:
@@ -248,15 +271,6 @@ class RequestStream:
         if self._outbox.cause == "server_shutdown":
             raise not_serving(self._context.service.health)
         raise StreamCancelled
-
-    async def _wait_for_wakeup(self, deadline_s: float | None) -> None:
-        self.delivery.wakeup.clear()
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                await self.delivery.wakeup.wait()
-        except TimeoutError:
-            self._cause = "stalled_reader"
-            raise self._stalled() from None
 
     def _stalled(self) -> ApiError:
         message = "the request waited too long for credit or for acknowledgement of its messages: send credit"

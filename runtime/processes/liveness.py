@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
+from ..env.awake_time import LATE_S
+
 PING_S = 1.0  # between two pings
 NUM_TRIPS = 8  # the last round trips that the offset is chosen from
 MAX_TIME_S = 1e15  # that a clock can show
@@ -57,7 +59,9 @@ class PeerClock:
 class Silence:
     """For how long the other end has been silent, counted in ticks.
 
-    Ticks of this process and not a clock: a process that was stopped itself has heard nothing in that time either.
+    Ticks of this process and not a clock: a process that was stopped itself has heard nothing in that time either. The
+    other end may have stood still with it, so after a late tick all of the timeout begins anew: once, until something
+    is heard again, as this process may always be late.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -65,10 +69,16 @@ class Silence:
         self.tick_s = min(PING_S, timeout_s / 4)
         self.has_heard = False  # since the last tick; set at each arrival
         self._num_silent = 0
+        self._has_begun_anew = False
 
-    def tick(self) -> bool:
-        """Call it each `tick_s`. Returns whether the other end has been silent for too long."""
-        self._num_silent = 0 if self.has_heard else self._num_silent + 1
+    def tick(self, late_s: float = 0.0) -> bool:
+        """Call it each `tick_s`; it came `late_s` too late. Returns whether the other end was silent for too long."""
+        if self.has_heard:
+            self._num_silent, self._has_begun_anew = 0, False
+        elif late_s >= LATE_S and not self._has_begun_anew:
+            self._num_silent, self._has_begun_anew = 0, True
+        else:
+            self._num_silent += 1
         self.has_heard = False
         return self._num_silent * self.tick_s >= self.timeout_s
 
@@ -102,7 +112,8 @@ class Heartbeat:
     def start(self) -> None:
         """Begins to count silence, on the running loop."""
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self.silence.tick_s, self._tick, context=self._context)
+        due_s = loop.time() + self.silence.tick_s
+        self._timer = loop.call_at(due_s, self._tick, loop, due_s, context=self._context)
 
     def stop(self) -> None:
         """Idempotent."""
@@ -135,9 +146,9 @@ class Heartbeat:
         self.peer_clock.note_trip(sent_s, there_s, self._clock())
         self._on_offset(self.peer_clock.offset_s)
 
-    def _tick(self) -> None:
+    def _tick(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
         self._timer = None
-        if self.silence.tick():
+        if self.silence.tick(loop.time() - due_s):
             self._on_silence()
             return
         self.start()

@@ -147,6 +147,12 @@ class SimLoop(asyncio.BaseEventLoop):
         self._hash_events()
         return tuple(self._kept or ())
 
+    def stand_still(self, seconds: float) -> None:
+        """Lets time pass in which nothing runs, as on a machine that is suspended: what was due meanwhile is late."""
+        self._now += seconds
+        self._events.append(f"@{self._now!r}")
+        self._take_due()
+
     def unwind(self) -> tuple[str, ...]:
         """Cancels the remaining tasks and lets them end. Returns where they were waiting."""
         leaked = [task for task in self._tasks if not task.done()]
@@ -215,6 +221,10 @@ class SimLoop(asyncio.BaseEventLoop):
             raise Deadlock(f"no callback is ready and no timer is set, but these tasks wait:\n{waiting}")
         self._now = timers[0].when()
         self._events.append(f"@{self._now!r}")
+        self._take_due()
+
+    def _take_due(self) -> None:
+        timers = self._scheduled
         while timers and timers[0].when() <= self._now:
             timer = heapq.heappop(timers)
             timer._scheduled = False  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ It also handles the end of every request: it writes the single terminal event, t
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Never
@@ -15,6 +14,7 @@ import numpy as np
 
 from ...runtime.channel import ControlLane
 from ...runtime.crash_recovery import StageCrashed
+from ...runtime.env.awake_time import AwakeTimer
 from ...runtime.env.log import get_logger
 from ...runtime.exit import Exit
 from ...runtime.stage import Context, Crash, Outlet
@@ -62,7 +62,7 @@ class Outboxes(Exit[RequestOutbox]):
         self.on_start: list[Callable[[str], None]] = []  # called with the id of a request at its first token
         self.on_end.append(self._let_go)
         self._parking = SlowReaders(stall_s, self._post, self.end)
-        self._queue_timers: dict[str, asyncio.TimerHandle] = {}  # by request id, until it has ended
+        self._queue_timers: dict[str, AwakeTimer] = {}  # by request id, until it has ended
         self._wakeups = WakeupBatch()  # of the outboxes
         self._choices: dict[int, AnswerBuffer] = {}  # by sequence id: unfinished choices
         self._next_sequence_id = 0
@@ -88,8 +88,7 @@ class Outboxes(Exit[RequestOutbox]):
         for callback in self.on_open:
             callback(outbox)
         if self.max_queue_s is not None and request.parent_id is None:
-            loop = asyncio.get_running_loop()
-            self._queue_timers[outbox.request_id] = loop.call_later(self.max_queue_s, self._end_if_queued, outbox)
+            self._queue_timers[outbox.request_id] = AwakeTimer(self.max_queue_s, self._end_if_queued, outbox)
         return outbox
 
     def note_attempt(self, request_id: str) -> None:

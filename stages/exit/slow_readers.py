@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
+from ...runtime.env.awake_time import AwakeTimer
 from .request_outbox import AnswerBuffer, RequestOutbox
 
 
@@ -12,14 +12,14 @@ class SlowReaders:
     """Parks choices, and unparks all choices of a request at its next read.
 
     `post` sends "park" or "unpark" for a sequence to schedule. `end` ends a request that has had a parked choice for
-    `stall_s`.
+    `stall_s`, in which this process ran.
     """
 
     def __init__(self, stall_s: float, post: Callable[[int, str], object], end: Callable[[str, str], object]) -> None:
         self._stall_s = stall_s
         self._post = post
         self._end = end
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # by request id: those with a parked choice
+        self._timers: dict[str, AwakeTimer] = {}  # by request id: those with a parked choice
 
     def park(self, choice: AnswerBuffer) -> None:
         """Parks a choice whose reader is too far behind."""
@@ -27,9 +27,7 @@ class SlowReaders:
         self._post(choice.sequence_id, "park")
         outbox = choice.outbox
         if outbox.request_id not in self._timers:
-            loop = asyncio.get_running_loop()
-            timer = loop.call_later(self._stall_s, self._end, outbox.request_id, "stalled_reader")
-            self._timers[outbox.request_id] = timer
+            self._timers[outbox.request_id] = AwakeTimer(self._stall_s, self._end, outbox.request_id, "stalled_reader")
             outbox.on_read = self._unpark
 
     def _unpark(self, outbox: RequestOutbox) -> None:

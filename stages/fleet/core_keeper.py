@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ...runtime.env.awake_time import AwakeTimer
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.pipeline import Health
@@ -156,7 +157,7 @@ class CoreKeeper(ProcessKeeper):
             return self._end_guilty(guilty)
         self._fleet_table.doubt(guilty)
         self._doubted = guilty
-        self._env.call_at(self._env.now() + DOUBT_S, lambda: self._end_doubt(guilty))
+        AwakeTimer(DOUBT_S, self._end_doubt, guilty)
 
     def _end_doubt(self, guilty: str) -> None:
         """The engine has not come back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 
+from ...runtime.env.awake_time import AwakeTimer
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ..config import EngineConfig
@@ -41,7 +42,8 @@ class Resuming:
         drafts = config.num_speculative_tokens if config.speculation != "off" else 0
         self._num_tokens = (config.steps_in_flight + SPARE_STEPS) * (1 + drafts)  # of each sequence, in a trial
         self._wakeup = asyncio.Event()
-        self._alone_since_s: dict[str | None, float] = {}  # by the digest of a model
+        self._alone: dict[str | None, AwakeTimer] = {}  # by the digest of a model
+        self._hopeless: set[str | None] = set()  # of these, those that have been alone for too long
         self._task: asyncio.Task[None] | None = None
         self._waiting: asyncio.Task[None] | None = None  # for a process that takes what is left
         self._trials: dict[int, asyncio.Task[None]] = {}  # by core
@@ -63,6 +65,8 @@ class Resuming:
         """Ends its tasks. Idempotent."""
         tasks = [task for task in (self._task, self._waiting, *self._trials.values()) if task is not None]
         self._task, self._waiting, self._trials = None, None, {}
+        for timer in self._alone.values():
+            timer.cancel()
         for task in tasks:
             task.cancel()
         if tasks:
@@ -82,15 +86,20 @@ class Resuming:
 
     def _end_hopeless(self) -> None:
         """Ends requests whose model no process has had for `ALONE_S`, while others were served by another model."""
-        now_s, waiting = self._env.now(), [one for some in self._table.orphans() for one in some]
+        waiting = [one for some in self._table.orphans() for one in some]
         models = {model for one in waiting if self._cores.is_hopeless(model := self._table.model_of(one))}
-        for _ in models - self._alone_since_s.keys():
-            self._env.call_at(now_s + ALONE_S, self.wake)
-        self._alone_since_s = {model: self._alone_since_s.get(model, now_s) for model in models}
-        over = {model for model, since_s in self._alone_since_s.items() if now_s - since_s >= ALONE_S}
+        self._hopeless &= models
+        for model in self._alone.keys() - models:
+            self._alone.pop(model).cancel()
+        for model in models - self._alone.keys():
+            self._alone[model] = AwakeTimer(ALONE_S, self._note_hopeless, model)
         for request_id in waiting:
-            if self._table.model_of(request_id) in over:
+            if self._table.model_of(request_id) in self._hopeless:
                 self._exit.fail(request_id, Failed(LEFT_ALONE.format(ALONE_S), code="engine_died"))
+
+    def _note_hopeless(self, model: str | None) -> None:
+        self._hopeless.add(model)
+        self.wake()
 
     async def _resume_others(self) -> None:
         """Sends the requests that are no suspects to the processes with the least work, those that find one."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from ...runtime.env.awake_time import AwakeTimeout
 from ...runtime.env.log import get_logger
 from ...runtime.processes.auth import AuthError, FleetKey
 from ...runtime.processes.frames import LinkError
@@ -137,7 +138,7 @@ async def _asked(transport: SocketTransport, peer: EnginePeer, link_timeout_s: f
     link.start()
     link.post(Setup(EngineConfig(), None, 0, is_elsewhere=True))
     try:
-        async with asyncio.timeout(WELCOME_S):
+        async with AwakeTimeout(WELCOME_S):
             return await told
     except TimeoutError:
         raise EngineDied(f"engine {peer.name}: no word in {WELCOME_S:g} s") from None

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ...runtime.env import log as logs
+from ...runtime.env.awake_time import AwakeTimeout
 from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.fault_injection import Fault
@@ -189,7 +190,7 @@ class EngineCore:
         # a recording covers one process; the files are those of the first, so the Hub is not asked for newer ones
         config, before = replace(config, record=None, offline=True), self.ready
         try:
-            async with asyncio.timeout(self._start_limit_s):
+            async with AwakeTimeout(self._start_limit_s):
                 await self.start(config, max(self.last_step, self.last_granted) + STEPS_APART)
                 await prepare()
         except BaseException:

@@ -56,3 +56,13 @@ def test_silence_is_too_long_after_as_many_ticks_and_any_arrival_ends_it() -> No
     silence.has_heard = True
     assert [silence.tick() for _ in range(11)] == [False] * 10 + [True]
     assert Silence(2.0).tick_s == 0.5
+
+
+def test_a_late_tick_gives_the_other_end_all_of_the_timeout_again_but_once() -> None:
+    silence = Silence(10.0)
+    assert [silence.tick() for _ in range(9)] == [False] * 9
+    assert not silence.tick(late_s=30.0), "it may have stood still, too"
+    assert [silence.tick(late_s=2.0) for _ in range(10)] == [False] * 9 + [True], "an end that is always late"
+    silence.has_heard = True
+    assert not silence.tick() and not silence.tick(late_s=30.0)
+    assert [silence.tick(late_s=0.5) for _ in range(10)] == [False] * 9 + [True]

@@ -174,6 +174,23 @@ async def test_a_half_open_connection_is_lost_by_the_end_that_hears_nothing_and_
     assert here_s - began_s <= TIMEOUT_S + 1.01 and there_s - here_s < 0.01
 
 
+@sim_test(seeds=count(6, 300))
+async def test_machines_that_stand_still_one_after_the_other_keep_their_link(env: SimEnv) -> None:
+    pair = SimPair(env)
+    for _ in range(5):
+        await asyncio.sleep(env.random("test").uniform(3.0, 5.0))
+        pair.connection.block()  # the other machine stands still
+        await asyncio.sleep(env.random("test").uniform(0.0, 9.0))
+        env.loop.stand_still(env.random("test").uniform(30.0, 3_000.0))  # and now this one does, too
+        await asyncio.sleep(env.random("test").uniform(0.0, 8.0))  # it is the first to go on
+        pair.connection.unblock()
+    await asyncio.sleep(20.0)
+    assert pair.lost == ([], [])
+    pair.connection.block()
+    await asyncio.sleep(TIMEOUT_S + 1.1)
+    assert [len(lost) for lost in pair.lost] == [1, 1], "without a standstill it is lost as ever"
+
+
 @sim_test(seeds=count(4, 300))
 async def test_an_end_that_never_says_hello_is_lost_too(env: SimEnv) -> None:
     connection, lost = SimConnection(env), list[Any]()

@@ -236,6 +236,18 @@ async def test_a_requests_time_runs_from_its_first_parked_choice_and_anew_after_
 
 
 @sim_test(seeds=1)
+async def test_a_standstill_of_this_process_ends_no_reader(env: SimEnv):
+    them = Parked(stall_s=10.0)
+    them.park(0)
+    await env.sleep(9.0)
+    env.loop.stand_still(3_600.0)
+    await env.sleep(0.9)
+    assert them.ended == []
+    await env.sleep(2.0)
+    assert them.ended == [("r", "stalled_reader")]
+
+
+@sim_test(seeds=1)
 async def test_a_request_that_is_forgotten_is_neither_ended_nor_told_of(env: SimEnv):
     them = Parked(stall_s=10.0)
     them.park(0)

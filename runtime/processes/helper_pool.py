@@ -18,10 +18,11 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from contextvars import Context
 
 from ..env.log import get_logger
+from .helper_watch import HelperStuck, HelperWatch
 
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG")  # no keys, no settings
 MAX_ANSWER_BYTES = 1 << 20
-START_S = 30.0  # to load and to read the opening, on a busy machine
+START_IDLE_S = 30.0  # as `idle_s`, while a child loads and reads the opening
 
 log = get_logger("millrace.runtime")
 
@@ -58,11 +59,12 @@ class HelperPool:
     """A few children that run `python -m <module>`, started on demand and replaced at their end.
 
     `opening` is the first frame that each gets. `ask` serves its callers in order, one per child. Cancelling a caller
-    ends its child. Belongs to one event loop.
+    ends its child. Belongs to one event loop. A child limits the CPU time of its jobs; here `HelperWatch` ends a job
+    that does nothing for `idle_s`.
     """
 
-    def __init__(self, module: str, opening: bytes, num: int = 1, wall_s: float = 10.0) -> None:
-        self.wall_s = wall_s  # for a job, whatever CPU time it takes
+    def __init__(self, module: str, opening: bytes, num: int = 1, idle_s: float = 10.0) -> None:
+        self.idle_s = idle_s
         self._module = module
         self._opening = opening
         self._idle: list[_Helper] = []
@@ -79,24 +81,30 @@ class HelperPool:
     async def ask(self, question: bytes) -> bytes:
         """The child's answer to `question`.
 
-        Raises `HelperDied` if the child ends first or takes over `wall_s`, and `HelperNotStarted`.
+        A job whose child ends after the machine stood still is tried once more: a suspended machine may count that time
+        as CPU time of the child. Raises `HelperDied` if the child ends first, `HelperStuck`, and `HelperNotStarted`.
         """
         async with self._permits:
             helper = await self._take()
-            is_well = False
             try:
-                async with asyncio.timeout(self.wall_s):
-                    answer = await helper.ask(question)
-                is_well = True
-                return answer
-            except TimeoutError:
-                helper.process.kill()
-                raise HelperDied(signal.SIGPROF) from None
-            finally:
-                if is_well:
-                    self._idle.append(helper)
-                else:
-                    self._replace(helper)
+                return await self._answer(helper, question)
+            except HelperDied:
+                if not helper.stood_still:
+                    raise
+                log.warning("helper.tried_again", module=self._module)
+            return await self._answer(await self._take(), question)
+
+    async def _answer(self, helper: _Helper, question: bytes) -> bytes:
+        is_well = False
+        try:
+            answer = await helper.ask(question, self.idle_s)
+            is_well = True
+            return answer
+        finally:
+            if is_well:
+                self._idle.append(helper)
+            else:
+                self._replace(helper)
 
     async def _take(self) -> _Helper:
         while not self._idle and self._refills:
@@ -124,7 +132,7 @@ class HelperPool:
         if not self._is_closed:
             try:
                 self._idle.append(await self._start())
-            except (HelperDied, HelperNotStarted) as error:  # `ask` tries again
+            except (HelperDied, HelperStuck, HelperNotStarted) as error:  # `ask` tries again
                 log.error("helper.failed", module=self._module, error=str(error))
 
     async def _start(self) -> _Helper:
@@ -141,12 +149,9 @@ class HelperPool:
         helper = _Helper(process)
         self._all.add(helper)
         try:
-            async with asyncio.timeout(START_S):
-                await helper.ask(self._opening)
-        except BaseException as error:
+            await helper.ask(self._opening, START_IDLE_S)
+        except BaseException:
             await self._end(helper)
-            if isinstance(error, TimeoutError):
-                raise HelperDied(None) from None
             raise
         log.debug("helper.started", module=self._module, pid=process.pid)
         return helper
@@ -169,8 +174,18 @@ class _Helper:
 
     def __init__(self, process: Process) -> None:
         self.process = process
+        self.stood_still = False  # this process did, during the last job
 
-    async def ask(self, question: bytes) -> bytes:
+    async def ask(self, question: bytes, idle_s: float) -> bytes:
+        """The answer. Raises `HelperDied`, and `HelperStuck`."""
+        watch = HelperWatch(self.process.pid, idle_s)
+        try:
+            async with watch:
+                return await self._ask(question)
+        finally:
+            self.stood_still = watch.stood_still
+
+    async def _ask(self, question: bytes) -> bytes:
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.write(struct.pack("<I", len(question)) + question)

@@ -12,12 +12,14 @@ from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.exit import Outbox
 from ...runtime.processes.helper_pool import HelperDied, HelperNotStarted, HelperPool
+from ...runtime.processes.helper_watch import HelperStuck
 from ...runtime.workers.thread_start import ThreadNotStarted
-from ..errors import Failed, OutOfResources, Overloaded, Refused, field_text
+from ..errors import Failed, OutOfResources, Overloaded, Refused, Unavailable, field_text
 from ..structured_outputs import StructuredOutputs
 from .compiled import Grammars, source_of
 
 HELPER = "millrace.stages.grammar.trial_process"
+EXPECTED = (Refused, Failed, Unavailable, ThreadNotStarted, HelperNotStarted)  # errors of a trial, which is then over
 
 log = get_logger("millrace.stages")
 
@@ -47,8 +49,8 @@ class GrammarGate:
         """Waits until the request's grammar is ready.
 
         Raises `Refused` for an unusable grammar or a request id in use, `Overloaded` if too many requests wait,
-        `Failed` if the helper process ended without an answer, and `OutOfResources` if the system allows no thread or
-        process for it.
+        `Failed` if the helper process ended without an answer, `OutOfResources` if the system allows no thread or
+        process for it, and `Unavailable` if it leaves the process no time.
         """
         if request_id in self._held:
             raise _in_use(request_id)
@@ -113,7 +115,7 @@ class GrammarGate:
         """Forgets a trial. Reads its error, which no request gets if all that waited for it are gone."""
         self._trials.pop(structured, None)
         error = None if trial.cancelled() else trial.exception()
-        if error is not None and not isinstance(error, (Refused, Failed, ThreadNotStarted, HelperNotStarted)):
+        if error is not None and not isinstance(error, EXPECTED):
             log.error("grammar.trial_failed", kind=structured.kind, error=type(error).__name__, exc_info=error)
 
     async def _run_trial(self, env: Env, structured: StructuredOutputs) -> int:
@@ -127,6 +129,10 @@ class GrammarGate:
             reply = json.loads(await self._helpers.ask(question_json))
         except HelperDied as gone:
             raise _helper_error(structured, gone) from None
+        except HelperStuck as stuck:
+            log.error("grammar.helper_stuck", kind=structured.kind, reason=str(stuck))
+            message = "the process that compiles grammars did not get to this one: send the same request again"
+            raise Unavailable(message, code="out_of_resources") from None
         if "error" in reply:
             raise _refused(structured, reply["error"])
         seconds = round(env.now() - began_s, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 from millrace.runtime.processes.helper_child import serve
 
@@ -20,6 +21,15 @@ def load(opening: bytes):
         if question == b"abort":
             os.abort()
         if question == b"leave":
+            os._exit(3)
+        if question == b"sleep":
+            time.sleep(1_000.0)
+        if question.startswith(b"leave once "):  # and a file that says whether it has
+            try:
+                open(question[11:], "x").close()
+            except FileExistsError:
+                return b"again"
+            time.sleep(0.1)  # meanwhile the other process stands still
             os._exit(3)
         if question == b"environment":
             return " ".join(sorted(os.environ)).encode()

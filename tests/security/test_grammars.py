@@ -12,8 +12,8 @@ from tests.counts import FULL
 from tests.deploy.running import RunningServer
 from tests.security.oracle import CHAT, TEXT, check_error, refused
 
-# The compiler has 2 s of CPU (tests/runtime/processes/test_helper_pool.py holds that limit), and 10 s by the clock
-# where others have the processor too; then the half second in which any refusal must come.
+# The compiler has 2 s of CPU (tests/runtime/processes/test_helper_pool.py holds that limit), which take five times as
+# long where others have the processor too; then the half second in which any refusal must come.
 BUDGET_S = 10.5
 COSTLY = ("nested counts, later", "huge pattern")  # as nested counts, 2 s each: only in the full run
 WELL = {"structured_outputs": {"regex": "[a-z]{3}"}}

@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from millrace.runtime.env.awake_time import LATE_S
 from millrace.runtime.processes.helper_pool import HelperDied, HelperPool
+from millrace.runtime.processes.helper_watch import LOOK_S, HelperStuck
 
 ROOT = Path(__file__).parents[3]
 
 
-def with_helpers(test: Callable[[HelperPool], Awaitable[None]], monkeypatch: pytest.MonkeyPatch, num: int = 1) -> None:
+def with_helpers(
+    test: Callable[[HelperPool], Awaitable[None]], monkeypatch: pytest.MonkeyPatch, num: int = 1, idle_s: float = 20.0
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("MILLRACE_API_KEY", "secret")
 
     async def main() -> None:
-        helpers = HelperPool("tests.runtime.answering", b"> ", num, wall_s=20.0)
+        helpers = HelperPool("tests.runtime.answering", b"> ", num, idle_s)
         assert helpers.pids == [], "no request was sent yet"
         try:
             await test(helpers)
@@ -97,5 +102,30 @@ def test_a_child_that_is_about_to_be_replaced_has_ended_when_all_have(monkeypatc
         await helpers.aclose()
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+    with_helpers(test, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_child_that_sleeps_over_its_job_is_ended_as_stuck_and_not_as_a_job_that_takes_long(monkeypatch) -> None:
+    async def test(helpers: HelperPool) -> None:
+        with pytest.raises(HelperStuck, match="it did nothing for 0.5 s"):
+            await helpers.ask(b"sleep")
+        assert await helpers.ask(b"two") == b"> TWO"
+
+    with_helpers(test, monkeypatch, idle_s=0.5)
+
+
+@pytest.mark.slow
+def test_a_job_whose_child_ends_while_this_process_stands_still_is_tried_once_more(monkeypatch, tmp_path) -> None:
+    async def test(helpers: HelperPool) -> None:
+        assert await helpers.ask(b"one") == b"> ONE"
+        question = b"leave once " + os.fsencode(tmp_path / "a")
+        asked = asyncio.ensure_future(helpers.ask(question))
+        await asyncio.sleep(0.01)  # it is sent
+        time.sleep(LATE_S + LOOK_S)
+        assert await asked == b"again"
+        with pytest.raises(HelperDied):
+            await helpers.ask(b"leave once " + os.fsencode(tmp_path / "b"))
 
     with_helpers(test, monkeypatch)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import math
+import os
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from ..env.awake_time import AwakeTimeout
 from ..env.log import get_logger
 from .auth import AuthError, FleetKey, Handshake, Role
 from .tls import FleetTls, TlsError
@@ -40,23 +42,43 @@ async def dial(
 ) -> SocketTransport:
     """Connects to a `TcpListener` that has the same key. With `tls`, its certificate must be for `server_name`.
 
-    The addresses of a name are tried in turn, each for its share of the time that is left. Raises `AuthError` if the
-    other end does not have the key, `TlsError` if one end refuses the certificate of the other, and the OSError of the
-    last address; TimeoutError after `timeout_s` for connection and proof together. `server_name`: None is `host`.
+    The addresses of a name are tried in turn until one end is met, each for its share of the time that is left. Raises
+    `AuthError` if the other end does not have the key, `TlsError` if one end refuses the certificate of the other, and
+    OSError; TimeoutError after `timeout_s` for connection and proof together. An error of several addresses names each,
+    and is a refusal if one of them is: the others may only be away. `server_name`: None is `host`.
     """
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s
-    async with asyncio.timeout_at(end_s):
+    async with AwakeTimeout(timeout_s):
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    error = OSError(f"{host} has no address")
+    failed: list[tuple[str, AuthError | OSError]] = []
     for place, (family, kind, protocol, _, address) in enumerate(found):
+        left_s = (end_s - loop.time()) / (len(found) - place)
         try:
-            async with asyncio.timeout((end_s - loop.time()) / (len(found) - place)):
+            async with AwakeTimeout(max(left_s, timeout_s / len(found))):
                 sock = socket.socket(family, kind, protocol)
                 return await _connect(sock, address, key, tls, server_name or host)
-        except OSError as failed:  # also a timeout
-            error = failed
-    raise error
+        except (AuthError, OSError) as error:  # also a timeout
+            failed.append((str(address[0]), error))
+    raise _joined(failed) if failed else OSError(f"{host} has no address")
+
+
+def _joined(failed: Sequence[tuple[str, AuthError | OSError]]) -> AuthError | OSError:
+    """The error of one address, or one that names all."""
+    refusals = [error for _, error in failed if isinstance(error, AuthError)]
+    error = refusals[0] if refusals else failed[-1][1]
+    if len(failed) == 1:
+        return error
+    text = "; ".join(f"{address}: {_reason(one)}" for address, one in failed)
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, text)
+    return type(error)(text)
+
+
+def _reason(error: AuthError | OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
 
 
 async def _connect(
@@ -212,7 +234,7 @@ class TcpListener:
 
     async def _take(self, sock: socket.socket, peer: str) -> None:
         try:
-            async with asyncio.timeout(self._handshake_s):
+            async with AwakeTimeout(self._handshake_s):
                 transport = await _met(sock, self._key, self._tls, "listener")
         except (AuthError, OSError) as error:  # also a timeout
             sock.close()

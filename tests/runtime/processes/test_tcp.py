@@ -407,6 +407,38 @@ def test_a_name_whose_first_addresses_fail_or_do_not_answer_is_dialed_at_the_nex
     with_core(test)
 
 
+def dialed(monkeypatch: pytest.MonkeyPatch, found: list[tuple[str, int]], **options: Any) -> Awaitable[Any]:
+    """Dials a name that has these addresses."""
+
+    async def getaddrinfo(*_: Any, **__: Any) -> Any:
+        return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", address) for address in found]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    return dial("engines", 1, KEY, timeout_s=20.0, **options)
+
+
+@pytest.mark.security
+def test_an_address_of_a_name_with_another_key_does_not_keep_from_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(core: Core) -> None:
+        other = Core(OTHER)
+        await other.listener.start()
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            away = closed.getsockname()
+        wrong, right = other.listener.address, core.listener.address
+        (await dialed(monkeypatch, [wrong, right])).close()
+        (await dialed(monkeypatch, [away, wrong, right])).close()
+        for addresses in ([away, wrong], [wrong, away]):
+            with pytest.raises(AuthError, match="127.0.0.1: .*; 127.0.0.1: ") as refused:
+                await dialed(monkeypatch, addresses)
+            assert "Connection refused" in str(refused.value) and "before it proved the key" in str(refused.value)
+        with pytest.raises(ConnectionRefusedError) as failed:
+            await dialed(monkeypatch, [away, away])
+        assert failed.value.strerror == "127.0.0.1: Connection refused; 127.0.0.1: Connection refused"
+        await other.listener.aclose()
+
+    with_core(test)
+
+
 def test_a_dial_that_fails_says_why() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()

@@ -22,7 +22,7 @@ from millrace.runtime.processes.link import Link
 from millrace.runtime.processes.tcp import TcpListener, dial
 from millrace.runtime.processes.tls import CertificateError, FleetTls, TlsError, TlsFiles
 from millrace.runtime.processes.transport import SocketTransport
-from tests.runtime.processes.test_tcp import CODEC, KEY, OTHER, Core, Note, refused, stranger
+from tests.runtime.processes.test_tcp import CODEC, KEY, OTHER, Core, Note, dialed, refused, stranger
 
 YEARS = datetime.timedelta(days=3650)
 LONG_AGO = datetime.datetime(2001, 1, 1, tzinfo=datetime.UTC)
@@ -257,6 +257,24 @@ def test_a_listener_must_have_the_name_that_is_dialed(authority, tmp_path) -> No
         await refusals(core, 2)
 
     assert with_core(test, FleetTls(files, "listener")).listener.num_refused == 2
+
+
+@pytest.mark.security
+def test_an_address_whose_certificate_is_refused_does_not_keep_from_the_next(
+    authority, stranger_authority, tmp_path, monkeypatch
+) -> None:
+    own, other = issue(authority, tmp_path / "own"), issue(stranger_authority, tmp_path / "other")
+
+    async def test(core: TlsCore) -> None:
+        wrong = TlsCore(FleetTls(other, "listener"))
+        await wrong.listener.start()
+        addresses, tls = [wrong.listener.address, core.listener.address], FleetTls(own, "dialer")
+        (await dialed(monkeypatch, addresses, tls=tls, server_name="127.0.0.1")).close()
+        with pytest.raises(TlsError, match="127.0.0.1: its certificate is from no authority.*; 127.0.0.1: its"):
+            await dialed(monkeypatch, addresses[:1] * 2, tls=tls, server_name="127.0.0.1")
+        await wrong.listener.aclose()
+
+    with_core(test, FleetTls(own, "listener"))
 
 
 @pytest.mark.security

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from ..env.awake_time import AwakeTimeout
 from ..env.log import get_logger
 from .auth import AuthError, FleetKey, Handshake, Role
+from .handshake_turns import HandshakeTurns
 from .tls import FleetTls, TlsError
 from .tls_transport import ALERT_RECORD, HANDSHAKE_RECORD, TlsStream
 from .transport import SocketTransport
@@ -147,7 +148,8 @@ class _PlainStream:
 class TcpListener:
     """Accepts connections, and calls `on_connect` with each whose other end has the key, and a certificate with `tls`.
 
-    Beyond loopback a key is needed. `address` is set by `start`; port 0 takes a free one.
+    Until then a connection has `handshake_s`, is one of `MAX_PENDING`, and takes part in `HandshakeTurns`, with TLS and
+    without. Beyond loopback a key is needed. `address` is set by `start`; port 0 takes a free one.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class TcpListener:
         self._pending: dict[asyncio.Task[None], str] = {}  # to the peer's address, in order of arrival
         self._tasks: set[asyncio.Task[None]] = set()  # of `_pending`, and those that were ended and still run
         self._refusals = RefusalLog()
+        self._turns: HandshakeTurns | None = None  # while it listens
         self.address: tuple[str, int] = (host, port)
         self.num_refused = 0
 
@@ -182,7 +185,8 @@ class TcpListener:
         sock = self._sock = socket.create_server((self._host, self._port), family=family, backlog=MAX_PENDING)
         sock.setblocking(False)
         self.address = sock.getsockname()[:2]
-        self._accepting = asyncio.get_running_loop().create_task(self._accept(sock), name="link listener")
+        turns = self._turns = HandshakeTurns()
+        self._accepting = asyncio.get_running_loop().create_task(self._accept(sock, turns), name="link listener")
 
     async def aclose(self) -> None:
         """Stops listening, and drops the connections that have not proven the key. Idempotent."""
@@ -192,13 +196,16 @@ class TcpListener:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        if self._turns is not None:
+            self._turns.close()
         if self._sock is not None:
             self._sock.close()
             self._sock = None
 
-    async def _accept(self, listening: socket.socket) -> None:
+    async def _accept(self, listening: socket.socket, turns: HandshakeTurns) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            await turns.may_accept()
             try:
                 sock, address = await loop.sock_accept(listening)
             except OSError as error:
@@ -207,8 +214,9 @@ class TcpListener:
                 continue
             if len(self._pending) >= MAX_PENDING:
                 self._end_one()
-            task = loop.create_task(self._take(sock, str(address[0])), name="link handshake")
-            self._pending[task] = str(address[0])
+            peer = str(address[0])
+            task = loop.create_task(turns.run(peer, partial(self._take, sock, peer, turns)), name="link handshake")
+            self._pending[task] = peer
             self._tasks.add(task)
             task.add_done_callback(partial(self._ended, sock))
             await asyncio.sleep(0)  # NOTE: `sock_accept` does not yield while connections wait
@@ -232,9 +240,10 @@ class TcpListener:
         self.num_refused += 1
         self._refusals.note(peer, reason, asyncio.get_running_loop().time())
 
-    async def _take(self, sock: socket.socket, peer: str) -> None:
+    async def _take(self, sock: socket.socket, peer: str, turns: HandshakeTurns) -> None:
         try:
             async with AwakeTimeout(self._handshake_s):
+                await turns.turn(peer)
                 transport = await _met(sock, self._key, self._tls, "listener")
         except (AuthError, OSError) as error:  # also a timeout
             sock.close()

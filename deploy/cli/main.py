@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 from ...runtime.env.limits import resource_problem
@@ -51,6 +54,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     options = make_parser().parse_args(arguments)
+    if options.command not in SERVERS:
+        return _run_command(options)
+    with _ends_on_sigterm():
+        return _run_command(options)
+
+
+@contextmanager
+def _ends_on_sigterm() -> Iterator[None]:
+    """Until a server handles SIGTERM itself, it ends by it with 0: it has nothing yet that it could lose.
+
+    Without a handler, the first process of a container would ignore it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run_command(options: argparse.Namespace) -> int:
     try:
         _join_models(options)
         settings = resolve((EngineConfig, ServerConfig), vars(options), os.environ, options.config)

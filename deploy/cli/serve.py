@@ -40,6 +40,7 @@ log = get_logger("millrace.deploy")
 MIN_OPEN_FILES = 48  # for the engine, its helpers, and some connections
 MIN_MEMORY_BYTES = 1024 * 2**20  # for libraries and threads, without any model
 STOP_S = 3.0  # after `lame_duck_s` and `shutdown_timeout_s`: the process ends then, whatever hangs
+EARLY_S = 2.0  # from a signal during the start to the end of the process, whatever still loads
 WAIT_S = 0.2  # for weights to load from local files, before the remaining imports; a download takes longer
 
 Mode = Literal["inline", "split"]
@@ -224,7 +225,9 @@ def check_limits() -> None:
 class StopSignals:
     """Handles SIGTERM and SIGINT: the first signal sets `event`, the second ends the process with code 1.
 
-    So does the time `limit_s` after the first. It needs no thread, and no loop that runs.
+    So does the time `limit_s` after the first. It needs no thread, and no loop that runs. While there is `on_early`,
+    the process starts: it then ends with code 0 after `EARLY_S` at the latest, as there is nothing to drain, and a
+    thread that loads a model cannot be ended.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -239,7 +242,11 @@ class StopSignals:
         if self.event.is_set():
             os._exit(1)
         self.event.set()
-        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._end)
+        loop = asyncio.get_running_loop()
+        if self.on_early is None:
+            self._timer = loop.call_later(self._limit_s, self._end)
+        else:
+            self._timer = loop.call_later(min(EARLY_S, self._limit_s), self._end_early)
         signal.setitimer(signal.ITIMER_REAL, self._limit_s + 1.0)  # its signal ends the process if the loop is blocked
         if self.on_early is not None:
             self.on_early()
@@ -249,6 +256,11 @@ class StopSignals:
         if self._timer is not None:
             self._timer.cancel()
             signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    def _end_early(self) -> None:
+        log.info("server.start_abandoned", reason=f"what it began to load or to reach has not ended in {EARLY_S:g} s")
+        shutdown(1.0)  # of the log
+        os._exit(0)
 
     def _end(self) -> None:
         log.error("server.killed", reason=f"it did not stop within {self._limit_s:g} s")

@@ -48,14 +48,22 @@ def in_registers(instruction_set: str, dtype: DType) -> bool:
 def decoded(model: NativeModel, num_rows: int, *, is_split: bool) -> Array:
     """Logits of two steps of so many sequences, whose contexts differ in length, one after the other."""
     model.assume_split(is_split)
-    run = Run(model)
-    vocabulary = model.shape.vocab_size
+    run = begun(model, num_rows)
+    return np.concatenate([stepped(run, num_rows, turn) for turn in range(2)])
+
+
+def begun(model: NativeModel, num_rows: int) -> Run:
+    """So many sequences, whose contexts differ in length."""
+    run, vocabulary = Run(model), model.shape.vocab_size
     for sequence in range(num_rows):
         run.step({sequence: [(7 * sequence + i) % vocabulary for i in range(1 + 11 * sequence % 90)]})
-    given: list[Array] = []
-    for turn in range(2):
-        given += run.step({s: [(5 * s + turn) % vocabulary] for s in range(num_rows)}).values()
-    return np.concatenate(given)
+    return run
+
+
+def stepped(run: Run, num_rows: int, turn: int) -> Array:
+    """Logits of the next step of all sequences."""
+    vocabulary = run.model.shape.vocab_size
+    return np.concatenate(list(run.step({s: [(5 * s + turn) % vocabulary] for s in range(num_rows)}).values()))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -77,16 +85,20 @@ def test_rows_that_are_taken_apart_have_the_bits_that_they_have_together(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_taken_apart_from_the_layer_on_before_which_both_threads_are_there(dtype: DType) -> None:
     model = Checkpoint.random(num_layers=4).load(dtype, **by_two(IN_VECTORS))
-    together, layers = decoded(model, 26, is_split=False), []
-    for lateness in (*range(1, 50), 1000):  # phases that one thread misses
+    one, other, layers = begun(model, 26), begun(model, 26), []
+    # NOTE: a thread with a delay spins until the other one comes, which on a busy machine takes a time slice each time.
+    for turn, lateness in enumerate((*range(1, 50), 1000)):  # phases that one thread misses
+        model.assume_split(False)
+        together = stepped(one, 26, turn)
+        model.assume_split(True)
         model._library.millrace_set_join_delay(model._model, lateness)
-        assert np.array_equal(decoded(model, 26, is_split=True), together), f"{lateness} phases late"
+        assert np.array_equal(stepped(other, 26, turn), together), f"{lateness} phases late"
         layers.append(model.num_layers_before_split)
+        model._library.millrace_set_join_delay(model._model, -1)  # it comes when it will
     assert layers[0] == 0 and layers[-1] == -1
     come = [layer for layer in layers if layer >= 0]
     assert come == sorted(come) and set(come) == {0, 1, 2, 3} and set(layers[len(come) :]) == {-1}
-    model._library.millrace_set_join_delay(model._model, -1)  # it comes when it will
-    assert np.array_equal(decoded(model, 26, is_split=True), together)
+    assert np.array_equal(decoded(model, 26, is_split=True), decoded(model, 26, is_split=False))
 
 
 def test_memory_of_halves_is_part_of_a_steps_where_rows_can_be_taken_apart() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,17 @@ def test_a_manager_that_does_not_read_or_is_gone_delays_nothing(tmp_path: Path) 
     address = str(tmp_path / "notify")
     manager = ServiceManager(address)
     manager.alive()  # nothing is there yet
-    with listening(address):
+    with listening(address) as receiving:
         for _ in range(2000):  # more than a socket queues
             manager.alive()
+        receiving.setblocking(False)
+        states = []
+        with suppress(BlockingIOError):
+            while True:
+                states.append(receiving.recv(4096))
+        assert set(states) == {b"WATCHDOG=1"} and len(states) < 2000, "what the queue has no room for is dropped"
+        manager.alive()
+        assert receiving.recv(4096) == b"WATCHDOG=1", "once it reads again, it is told again"
     manager.alive()
 
 

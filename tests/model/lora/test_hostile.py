@@ -83,7 +83,9 @@ def test_a_key_that_changes_the_computation_is_refused(
 def test_a_key_that_is_off_or_of_training_changes_nothing(
     base: tuple[Path, DecoderSpec], tmp_path: Path, keys: dict[str, Any]
 ) -> None:
-    read_adapter(write_adapter("plain", base[0], tmp_path, **keys), base[1], "float32")
+    without = read_adapter(write_adapter("plain", base[0], tmp_path / "without"), base[1], "float32")
+    read = read_adapter(write_adapter("plain", base[0], tmp_path / "with", **keys), base[1], "float32")
+    assert read.digest == without.digest
 
 
 def _change(name: str, change: Callable[[np.ndarray], np.ndarray | None]) -> Callable[[dict[str, np.ndarray]], None]:

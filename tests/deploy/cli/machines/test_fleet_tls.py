@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -16,7 +17,7 @@ import trustme
 from millrace.deploy.cli.machines.addresses import read_tls, tls_files
 from millrace.runtime.processes.auth import FleetKey
 from millrace.runtime.processes.tcp import TcpListener, dial
-from millrace.runtime.processes.tls import FleetTls, TlsFiles
+from millrace.runtime.processes.tls import FleetTls, TlsError, TlsFiles
 from millrace.stages.errors import ConfigError
 from millrace.stages.machines.engine_peers import TcpPeer, look_at
 from millrace.stages.machines.engine_sources import FixedAddress
@@ -90,9 +91,14 @@ def test_the_documented_commands_make_certificates_that_links_take(tmp_path: Pat
     listener_tls, dialer_tls = read_tls(files, "listener"), read_tls(files, "dialer")
 
     async def main() -> None:
-        listener = TcpListener("127.0.0.1", 0, KEY, lambda transport: transport.close(), tls=listener_tls)
+        taken: list[Any] = []
+        listener = TcpListener("127.0.0.1", 0, KEY, taken.append, tls=listener_tls)
         await listener.start()
         (await dial(*listener.address, KEY, tls=dialer_tls, server_name="10.0.0.5")).close()
+        await until_so(lambda: len(taken) == 1)
+        with pytest.raises(TlsError, match=r"not valid for '10\.0\.0\.6'"):  # which subjectAltName does not list
+            await dial(*listener.address, KEY, tls=dialer_tls, server_name="10.0.0.6")
+        taken[0].close()
         await listener.aclose()
 
     asyncio.run(main())

@@ -100,7 +100,7 @@ class ShapeStruct(Structure):
 
 
 class TensorStruct(Structure):
-    """`TensorStruct` of source/weights/model.h."""
+    """`Tensor` of source/weights/model.h."""
 
     _fields_ = [
         ("layer", c_int64),

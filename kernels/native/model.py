@@ -87,10 +87,14 @@ class NativeModel:
         self.cache_dtype = cache_dtype or dtype
         self.num_threads = num_threads or machine.default_threads()
         self.instruction_set, self._library = library.load_best(instruction_set)
-        c_shape = structs.of_shape(shape)
-        c_shape.dtype, c_shape.linears = _TYPES[dtype], _TYPES[quantization or dtype]
-        c_shape.head, c_shape.cache = _TYPES["int8" if quantization else dtype], _TYPES[self.cache_dtype]
-        c_shape.group_size = group_size
+        c_shape = structs.of_shape(
+            shape,
+            dtype=_TYPES[dtype],
+            linears=_TYPES[quantization or dtype],
+            head=_TYPES["int8" if quantization else dtype],
+            cache=_TYPES[self.cache_dtype],
+            group_size=group_size,
+        )
         pinned = np.array(machine.cpus() if cpus is None else cpus, np.int32)
         self._model = self._library.millrace_model_new(
             ctypes.byref(c_shape),

@@ -1,4 +1,4 @@
-"""The paged cache of the native library: its memory, block positions, and block copies."""
+"""What steps keep of sequences: the paged cache, and the states of recurrent layers. Memory, positions, copies."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from ..layout.kv_layout import KindName, KVKind, KVLayout
+from ..layout.state_layout import StateLayout
 from . import library
-from .aligned import aligned_zeros
+from .arrays import CACHE_LINE, aligned_zeros
 from .page_preallocation import NO_LIMIT, PagePreallocation
-from .shape import CACHE_TYPES, Array, CacheDType, Longs, NativeShape
-from .states import NativeStates
+from .shape import CACHE_TYPES, Array, CacheDType, DType, Longs, NativeShape
 
 NEARLY_FULL = 3 / 4  # share of the cache in use from which blocks may soon be offloaded to the host
 
@@ -182,6 +182,46 @@ class NativeCache:
         data = self.data_of[kind]
         for place, block in zip(places.tolist(), blocks.tolist(), strict=True):
             data[self.at(block, kind)] = host[place]
+
+
+class NativeStates:
+    """`memory` [slots and snapshots, bytes]: each state has all recurrent layers, as the library lays it out.
+
+    A state is not cleared when its sequence ends: a sequence that begins with its first token reads zeros.
+    """
+
+    def __init__(self, shape: NativeShape, layout: StateLayout, dtype: DType) -> None:
+        self.layout = layout
+        stride = -(-shape.state_bytes(dtype) // CACHE_LINE) * CACHE_LINE
+        self.memory: Array = aligned_zeros((layout.num_slots + layout.num_snapshots, stride), np.dtype(np.uint8))
+
+    @property
+    def place(self) -> dict[str, int]:
+        """The states as fields of `CacheSlabsStruct`."""
+        num_states, stride = self.memory.shape
+        return {"states": self.memory.ctypes.data, "state_stride": stride, "num_states": num_states}
+
+    def make_host_states(self) -> Array:
+        """Host memory for the states of swapped sequences. Unused places take address space only."""
+        return np.empty((self.layout.num_on_host, self.memory.shape[1]), np.uint8)
+
+    def copy(self, sources: Longs, destinations: Longs) -> None:
+        """Copies the state of slot or snapshot `sources[i]` to `destinations[i]`. None is in both."""
+        _copy(self.memory, sources, self.memory, destinations)
+
+    def copy_out(self, slots: Longs, host: Array, places: Longs) -> None:
+        """Copies the state of `slots[i]` to place `places[i]` of `host` (see `make_host_states`)."""
+        _copy(self.memory, slots, host, places)
+
+    def copy_in(self, host: Array, places: Longs, slots: Longs) -> None:
+        """Copies place `places[i]` of `host` to the state of `slots[i]`."""
+        _copy(host, places, self.memory, slots)
+
+
+def _copy(memory: Array, sources: Longs, to: Array, destinations: Longs) -> None:
+    """One at a time, without a copy in between."""
+    for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+        to[destination] = memory[source]
 
 
 def _kinds(layout: KVLayout) -> Sequence[tuple[KVKind, int]]:

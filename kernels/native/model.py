@@ -14,9 +14,9 @@ import numpy as np
 
 from ..layout.grouped_codes import GroupedCodes, GroupedFormat
 from . import grouped, library, machine, structs, tensors
+from .arrays import LogitsBuffers, address, addresses
 from .cache import NativeCache
 from .errors import NativeUnavailableError, NonFiniteError
-from .logits_buffers import LogitsBuffers
 from .lora import NativeLoraSlice, PackedAdapter
 from .shape import Array, Bools, CacheDType, DType, Floats, Ints, Longs, NativeShape, Quantization, RopeTable
 from .thread_throttle import ThreadShare, ThreadThrottle
@@ -532,15 +532,3 @@ def _delete(library: ctypes.CDLL, model: int, kept: list[object]) -> None:
 
 def _are_equal(one: Ints | None, other: Ints | None) -> bool:
     return one is other if one is None or other is None else np.array_equal(one, other)
-
-
-def address(array: Array, dtype: type[np.generic]) -> int:
-    """Address of an array, which must be contiguous and of type `dtype`."""
-    assert array.dtype == dtype and array.flags.c_contiguous, f"{array.dtype} {array.strides}: not contiguous {dtype}"
-    return int(array.ctypes.data)
-
-
-def addresses(arrays: Array, dtype: type[np.generic]) -> tuple[int, ...]:
-    """Addresses of `arrays[i]`, of an array that must be as for `address`."""
-    first = address(arrays, dtype)
-    return tuple(first + i * arrays.strides[0] for i in range(len(arrays)))

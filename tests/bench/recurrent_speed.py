@@ -22,9 +22,8 @@ import torch
 
 from millrace.kernels import kernel_set
 from millrace.kernels.layout.state_layout import StateLayout
-from millrace.kernels.native.cache import NativeCache
+from millrace.kernels.native.cache import NativeCache, NativeStates
 from millrace.kernels.native.model import NativeModel
-from millrace.kernels.native.states import NativeStates
 from millrace.model.checkpoint.tensor_shapes import expected_shapes, open_source
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache

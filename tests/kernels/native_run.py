@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millrace.kernels.layout.state_layout import StateLayout
-from millrace.kernels.native.cache import NativeCache
+from millrace.kernels.native.cache import NativeCache, NativeStates
 from millrace.kernels.native.model import NativeModel
-from millrace.kernels.native.states import NativeStates
 from tests.kernels.native_weights import Array
 
 NUM_STATES = 9

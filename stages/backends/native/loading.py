@@ -11,9 +11,8 @@ from functools import partial
 import numpy as np
 
 from ....kernels.layout.state_layout import StateLayout
-from ....kernels.native.cache import NativeCache
+from ....kernels.native.cache import NativeCache, NativeStates
 from ....kernels.native.model import NativeModel
-from ....kernels.native.states import NativeStates
 from ....model.decoder.native_decoder import NativeDecoder, NativeLoraTable, block_bytes
 from ....model.decoder.rope import GrowingTables, short_length
 from ....model.families.names import EMBEDDING

@@ -11,8 +11,7 @@ import numpy as np
 
 from ....kernels.native.cache import NativeCache
 from ....kernels.native.model import NativeModel
-from ....kernels.native.slot_step import NO_IDS, NativeChooser, SlotStep
-from ....kernels.native.step_chain import StepChain
+from ....kernels.native.slot_step import NO_IDS, NativeChooser, SlotStep, StepChain
 from ....model.decoder.native_decoder import NativeDecoder, NativeLoraTable
 from ....model.decoder.rope import GrowingTables
 from ...array_checks import num_true

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....kernels.native.step_chain import StepChain
+from ....kernels.native.slot_step import StepChain
 from ...array_checks import num_true
 from ...device.device import MOST_IN_FLIGHT
 from ...device.step_result import TokenChoice

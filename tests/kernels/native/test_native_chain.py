@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.kernels.native import build, machine
-from millrace.kernels.native.slot_step import NativeChooser
-from millrace.kernels.native.step_chain import StepChain
+from millrace.kernels.native.slot_step import NativeChooser, StepChain
 from tests.kernels.draw_rows import draw_rows
 from tests.kernels.native.test_native_slots import NUM_SLOTS, PROMPTS, Slots
 from tests.kernels.native_weights import Array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from millrace.kernels.native.logits_buffers import LogitsBuffers
+from millrace.kernels.native.arrays import LogitsBuffers
 
 
 def test_memory_is_reused_once_it_is_released():

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ...kernels.native import build, library
+from ...kernels.native import build, loading
 from ...kernels.native.errors import NativeUnavailableError
 from ...runtime.env.cpus import ComputeThreads, Cpus
 from ...stages.backends.cache_size import free_host_bytes, host_limit, total_host_bytes
@@ -100,7 +100,7 @@ def _native() -> Iterator[str]:
     threads = ComputeThreads.choose(None, Cpus.of_this_process(), os.environ)
     yield f"compute threads: {threads.count} ({threads.reason})"
     try:
-        name = library.choose_instruction_set()
+        name = loading.choose_instruction_set()
     except NativeUnavailableError as error:
         yield f"native step: none: {error}"
         return

@@ -1,23 +1,12 @@
-"""ctypes bindings of the native library's C interface (source/step/api.cpp).
-
-Each call releases the GIL, except `millrace_follow`: the event loop calls it, and it takes less time than reacquiring
-the GIL.
-"""
+"""The C interface of the native library, as ctypes has it: structs, and the functions of source/step/api.cpp."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
-from functools import cache
+from typing import Any
 
-from ..layout.sampling_fields import DRAWS
-from . import build, machine
-from .errors import NativeUnavailableError
-
-ENVIRONMENT = "MILLRACE_INSTRUCTION_SET"  # forces an instruction set, for tests
 MAX_KINDS = 8  # of cache blocks; as in source/step/step.h
-EMULATED = {"avx512_bf16_emulated": "avx512", "amx_emulated": "avx512_bf16"}  # what each needs; for tests
 
 
 class NormStruct(Structure):
@@ -204,170 +193,79 @@ class SamplingRows(Structure):
     ]
 
 
-def choose_instruction_set(requested: str | None = None) -> str:
-    """The requested instruction set, by argument or environment, or the best that the machine has.
+_MODEL = c_void_p  # made by `millrace_model_new`
+_ADAPTER = c_void_p  # made by `millrace_adapter_new`
+_MATRIX = (c_int64, c_int32, c_int64)  # layer, kind and expert: see `tensors.place`
 
-    Raises NativeUnavailableError if the machine lacks the requested one, or all of them.
-    """
-    requested = requested_instruction_set(requested)
-    available = machine.instruction_sets()
-    if requested is not None and EMULATED.get(requested) in available:
-        return requested
-    if requested is not None and requested not in available:
-        raise NativeUnavailableError(f"instruction set {requested}: this machine has {', '.join(available) or 'none'}")
-    if not available:
-        raise NativeUnavailableError("the native step needs AVX2 and FMA, or AVX-512, on Linux")
-    return requested or available[0]
+# name -> (result, arguments)
+FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "is_supported": (c_int32, ()),
+    "model_new": (_MODEL, (POINTER(ShapeStruct), POINTER(LayerStruct), c_int32, c_void_p, c_int32, c_int64)),
+    "model_delete": (None, (_MODEL,)),
+    # sizes of structs
+    "shape_bytes": (c_int64, ()),
+    "layer_shape_bytes": (c_int64, ()),
+    "experts_shape_bytes": (c_int64, ()),
+    "recurrent_shape_bytes": (c_int64, ()),
+    "rows_bytes": (c_int64, ()),
+    "format_bytes": (c_int64, ()),
+    "draw_fields": (c_char_p, ()),
+    # weights and tables
+    "set_positions": (c_int32, (_MODEL, c_int64, c_int64, c_void_p, c_void_p, c_void_p)),
+    "set_tensors": (c_int32, (_MODEL, POINTER(TensorStruct), c_int64, POINTER(c_int64))),
+    "set_formats": (c_int32, (_MODEL, c_int64, POINTER(FormatStruct))),
+    "set_columns": (c_int32, (_MODEL, *_MATRIX, c_void_p)),
+    "set_rows": (c_int32, (_MODEL, POINTER(RowsStruct))),
+    "encode_bf16_12bit": (c_int32, (_MODEL,)),
+    "get_matrix": (c_int32, (_MODEL, *_MATRIX, c_void_p)),
+    "product": (c_int32, (_MODEL, *_MATRIX, c_void_p, c_int64, c_void_p)),
+    "weights_bytes": (c_int64, (_MODEL,)),
+    "token_weights_bytes": (c_int64, (_MODEL,)),
+    "can_screen": (c_int32, (_MODEL,)),
+    "screen_bytes": (c_int64, (_MODEL,)),
+    "state_bytes": (c_int64, (_MODEL,)),
+    # adapters
+    "reserve_adapters": (c_int32, (_MODEL, c_int64, c_int64)),
+    "adapter_new": (_ADAPTER, (_MODEL, c_int32, c_int64, POINTER(LoraSliceStruct))),
+    "adapter_delete": (None, (_ADAPTER,)),
+    "adapter_bytes": (c_int64, (_ADAPTER,)),
+    "use_adapter": (None, (_MODEL, c_int64, _ADAPTER)),
+    # steps
+    "step_bytes": (c_int64, (_MODEL, c_int64, c_int64)),
+    "step": (c_int32, (_MODEL, POINTER(StepInputsStruct))),
+    "decode": (c_int32, (_MODEL, POINTER(DecodeSlots), c_int64, c_void_p, c_void_p, c_void_p)),
+    "norm": (None, (_MODEL, c_void_p, c_int64, c_void_p)),
+    "head": (c_int32, (_MODEL, c_void_p, c_int64, c_void_p)),
+    "route": (None, (POINTER(ExpertsStruct), c_void_p, c_void_p, c_int64, c_void_p, c_void_p)),
+    "sample": (c_int32, (_MODEL, POINTER(SlotSampling), POINTER(SamplingRows))),
+    # steps one after another
+    "step_thread_id": (c_int32, (_MODEL,)),
+    "begin": (c_int32, (_MODEL, c_int64, POINTER(DecodeSlots), POINTER(SlotSampling), c_int64)),
+    "follow": (c_int32, (_MODEL, c_int64, POINTER(DecodeSlots), POINTER(SlotSampling), c_int64)),
+    "wait": (c_int32, (_MODEL, c_int64, c_int64, c_void_p, c_void_p)),
+    "drain": (None, (_MODEL,)),
+    # threads and times
+    "count_thread_times": (None, (_MODEL, c_void_p)),
+    "limit_threads": (None, (_MODEL, c_int32, c_int32)),
+    "time_phases": (None, (_MODEL, c_void_p)),
+    # what the last step did
+    "screen_candidates": (c_int64, (_MODEL,)),
+    "screen_refined": (c_int64, (_MODEL,)),
+    "is_split_by_rows": (c_int32, (_MODEL,)),
+    "is_split": (c_int32, (_MODEL,)),
+    "num_layers_before_split": (c_int32, (_MODEL,)),
+    "is_streaming": (c_int32, (_MODEL,)),
+    "kv_prefetched_bytes": (c_int64, (_MODEL,)),
+    # for tests
+    "use_plain_kernels": (None, (c_int32,)),
+    "assume_split": (None, (_MODEL, c_int32)),
+    "assume_retained": (None, (_MODEL, c_int64)),
+    "set_join_delay": (None, (_MODEL, c_int32)),
+}
 
 
-def requested_instruction_set(requested: str | None) -> str | None:
-    """The requested instruction set, by argument or environment; None if there is none."""
-    return requested or os.environ.get(ENVIRONMENT) or None
-
-
-def load_best(requested: str | None = None) -> tuple[str, ctypes.CDLL]:
-    """The instruction set of `choose_instruction_set` and its library. Raises NativeUnavailableError.
-
-    Falls back to the next best instruction set if none is requested and the compiler is too old for the best.
-    """
-    chosen = choose_instruction_set(requested)
-    failures = []
-    for name in (chosen,) if requested_instruction_set(requested) else machine.instruction_sets():
-        found = _load_once(name)
-        if not isinstance(found, NativeUnavailableError):
-            return name, found
-        failures.append(found)
-    raise failures[0]
-
-
-@cache
-def _load_once(instruction_set: str) -> ctypes.CDLL | NativeUnavailableError:
-    """The library, or why there is none. Cached, so that a failing compiler runs once and not once per model."""
-    try:
-        return load(instruction_set)
-    except NativeUnavailableError as error:
-        return error
-
-
-@cache
-def load(instruction_set: str) -> ctypes.CDLL:
-    """The library with its functions' types. Raises NativeUnavailableError if it is neither found nor built."""
-    try:
-        path = str(build.library_path(instruction_set))
-        library = ctypes.CDLL(path)
-        setattr(library, "millrace_follow", ctypes.PyDLL(path).millrace_follow)  # noqa: B010
-    except (build.BuildError, OSError) as error:
-        raise NativeUnavailableError(f"native library ({instruction_set}) not available: {error}") from None
-    model = c_void_p
-    library.millrace_is_supported.restype = c_int32
-    library.millrace_model_new.restype = model
-    library.millrace_model_new.argtypes = [
-        POINTER(ShapeStruct),
-        POINTER(LayerStruct),
-        c_int32,
-        c_void_p,
-        c_int32,
-        c_int64,
-    ]
-    library.millrace_shape_bytes.restype = library.millrace_layer_shape_bytes.restype = c_int64
-    library.millrace_experts_shape_bytes.restype = library.millrace_recurrent_shape_bytes.restype = c_int64
-    library.millrace_state_bytes.argtypes = [model]
-    library.millrace_state_bytes.restype = c_int64
-    library.millrace_model_delete.argtypes = [model]
-    library.millrace_model_delete.restype = None
-    library.millrace_set_positions.argtypes = [model, c_int64, c_int64, c_void_p, c_void_p, c_void_p]
-    library.millrace_set_positions.restype = c_int32
-    library.millrace_set_tensors.argtypes = [model, POINTER(TensorStruct), c_int64, POINTER(c_int64)]
-    library.millrace_set_tensors.restype = c_int32
-    library.millrace_set_formats.argtypes = [model, c_int64, POINTER(FormatStruct)]
-    library.millrace_set_formats.restype = c_int32
-    library.millrace_set_columns.argtypes = [model, c_int64, c_int32, c_int64, c_void_p]
-    library.millrace_set_columns.restype = c_int32
-    library.millrace_set_rows.argtypes = [model, POINTER(RowsStruct)]
-    library.millrace_set_rows.restype = c_int32
-    library.millrace_product.argtypes = [model, c_int64, c_int32, c_int64, c_void_p, c_int64, c_void_p]
-    library.millrace_product.restype = c_int32
-    library.millrace_reserve_adapters.argtypes = [model, c_int64, c_int64]
-    library.millrace_reserve_adapters.restype = c_int32
-    library.millrace_adapter_new.argtypes = [model, c_int32, c_int64, POINTER(LoraSliceStruct)]
-    library.millrace_adapter_new.restype = c_void_p
-    library.millrace_adapter_delete.argtypes = library.millrace_adapter_bytes.argtypes = [c_void_p]
-    library.millrace_adapter_delete.restype = None
-    library.millrace_adapter_bytes.restype = c_int64
-    library.millrace_use_adapter.argtypes = [model, c_int64, c_void_p]
-    library.millrace_use_adapter.restype = None
-    library.millrace_use_plain_kernels.argtypes = [c_int32]
-    library.millrace_use_plain_kernels.restype = None
-    library.millrace_rows_bytes.restype = library.millrace_format_bytes.restype = c_int64
-    library.millrace_encode_bf16_12bit.argtypes = [model]
-    library.millrace_encode_bf16_12bit.restype = c_int32
-    library.millrace_get_matrix.argtypes = [model, c_int64, c_int32, c_int64, c_void_p]
-    library.millrace_get_matrix.restype = c_int32
-    library.millrace_weights_bytes.argtypes = [model]
-    library.millrace_weights_bytes.restype = c_int64
-    library.millrace_token_weights_bytes.argtypes = [model]
-    library.millrace_token_weights_bytes.restype = c_int64
-    library.millrace_screen_bytes.argtypes = [model]
-    library.millrace_screen_bytes.restype = c_int64
-    library.millrace_is_split_by_rows.argtypes = [model]
-    library.millrace_is_split_by_rows.restype = c_int32
-    library.millrace_is_split.argtypes = [model]
-    library.millrace_is_split.restype = c_int32
-    library.millrace_num_layers_before_split.argtypes = [model]
-    library.millrace_num_layers_before_split.restype = c_int32
-    library.millrace_assume_split.argtypes = [model, c_int32]
-    library.millrace_assume_split.restype = None
-    library.millrace_is_streaming.argtypes = [model]
-    library.millrace_is_streaming.restype = c_int32
-    library.millrace_can_screen.argtypes = [model]
-    library.millrace_can_screen.restype = c_int32
-    library.millrace_screen_candidates.argtypes = [model]
-    library.millrace_screen_candidates.restype = c_int64
-    library.millrace_screen_refined.argtypes = [model]
-    library.millrace_screen_refined.restype = c_int64
-    library.millrace_step_bytes.argtypes = [model, c_int64, c_int64]
-    library.millrace_step_bytes.restype = c_int64
-    library.millrace_time_phases.argtypes = [model, c_void_p]
-    library.millrace_time_phases.restype = None
-    library.millrace_step.argtypes = [model, POINTER(StepInputsStruct)]
-    library.millrace_count_thread_times.argtypes = [model, c_void_p]
-    library.millrace_count_thread_times.restype = None
-    library.millrace_limit_threads.argtypes = [model, c_int32, c_int32]
-    library.millrace_limit_threads.restype = None
-    library.millrace_set_join_delay.argtypes = [model, c_int32]
-    library.millrace_set_join_delay.restype = None
-    library.millrace_assume_retained.argtypes = [model, c_int64]
-    library.millrace_assume_retained.restype = None
-    library.millrace_kv_prefetched_bytes.argtypes = [model]
-    library.millrace_kv_prefetched_bytes.restype = c_int64
-    library.millrace_step.restype = c_int32
-    library.millrace_norm.argtypes = [model, c_void_p, c_int64, c_void_p]
-    library.millrace_norm.restype = None
-    library.millrace_head.argtypes = [model, c_void_p, c_int64, c_void_p]
-    library.millrace_head.restype = c_int32
-    library.millrace_decode.argtypes = [model, POINTER(DecodeSlots), c_int64, c_void_p, c_void_p, c_void_p]
-    library.millrace_decode.restype = c_int32
-    library.millrace_route.argtypes = [POINTER(ExpertsStruct), c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
-    library.millrace_route.restype = None
-    library.millrace_sample.argtypes = [model, POINTER(SlotSampling), POINTER(SamplingRows)]
-    library.millrace_sample.restype = c_int32
-    library.millrace_step_thread_id.argtypes = [model]
-    library.millrace_step_thread_id.restype = c_int32
-    for add in (library.millrace_begin, library.millrace_follow):
-        add.argtypes = [model, c_int64, POINTER(DecodeSlots), POINTER(SlotSampling), c_int64]
-        add.restype = c_int32
-    library.millrace_wait.argtypes = [model, c_int64, c_int64, c_void_p, c_void_p]
-    library.millrace_wait.restype = c_int32
-    library.millrace_drain.argtypes = [model]
-    library.millrace_drain.restype = None
-    if not library.millrace_is_supported():
-        raise NativeUnavailableError(f"instruction set {instruction_set}: the processor lacks it")
-    structs = (ShapeStruct, LayerStruct, ExpertsStruct, RecurrentStruct, RowsStruct, FormatStruct)
-    mirrored = tuple(map(ctypes.sizeof, structs))
-    sizes = ("shape", "layer_shape", "experts_shape", "recurrent_shape", "rows", "format")
-    compiled = tuple(getattr(library, f"millrace_{name}_bytes")() for name in sizes)
-    assert mirrored == compiled, f"structs of {mirrored} bytes: the library has {compiled}"
-    library.millrace_draw_fields.restype = c_char_p
-    names = library.millrace_draw_fields().decode()
-    assert names.split() == [field.name for field in DRAWS], f"sampling fields of the library: {names}"
-    return library
+def declare_functions(library: ctypes.CDLL) -> None:
+    """Gives the functions of a library, `millrace_` before their names, the types of their arguments and results."""
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(library, f"millrace_{name}")
+        function.restype, function.argtypes = result, arguments

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..layout.grouped_codes import GroupedCodes, GroupedFormat
-from . import grouped, library, machine, structs, tensors
+from . import grouped, library, loading, machine, structs, tensors
 from .arrays import LogitsBuffers, address, addresses
 from .cache import NativeCache
 from .errors import NativeUnavailableError, NonFiniteError
@@ -86,7 +86,7 @@ class NativeModel:
         self.shape, self.dtype, self.quantization = shape, dtype, quantization
         self.cache_dtype = cache_dtype or dtype
         self.num_threads = num_threads or machine.default_threads()
-        self.instruction_set, self._library = library.load_best(instruction_set)
+        self.instruction_set, self._library = loading.load_best(instruction_set)
         c_shape = structs.of_shape(
             shape,
             dtype=_TYPES[dtype],

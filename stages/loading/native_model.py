@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ...kernels.native import build
 from ...kernels.native.errors import NativeUnavailableError, NonFiniteError, UnsupportedModelError
-from ...kernels.native.library import choose_instruction_set
+from ...kernels.native.loading import choose_instruction_set
 from ...kernels.native.machine import instruction_sets
 from ...kernels.native.model import GROUP_SIZE, NativeModel
 from ...kernels.native.shape import CacheDType, DType

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...kernels.native import build, library
+from ...kernels.native import build, loading
 from ...model.checkpoint import hub
 from ...model.checkpoint.model_kind import is_bidirectional
 from ...model.checkpoint.tensor_shapes import open_source
@@ -68,7 +68,7 @@ def preview_model(config: EngineConfig) -> ModelPreview:
     read_text(config, root, shape, name, Phases(lambda: 0.0))
     preview = ModelPreview(model_id=name, root=root, runs_on="", max_model_len=longest)
     why_not = why_not_native(config, shape)
-    if why_not is None and build.is_ready(library.choose_instruction_set()):
+    if why_not is None and build.is_ready(loading.choose_instruction_set()):
         threads = ComputeThreads.choose(config.threads, Cpus.of_this_process(), os.environ)
         found = native_fit(config, root, source, shape, longest, threads)
         if isinstance(found, WeightsFit):

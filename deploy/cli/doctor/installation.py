@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from ....kernels.native import build, library
+from ....kernels.native import build, loading
 from ....kernels.native.errors import NativeUnavailableError
 from ....stages.config import EngineConfig
 from ...config import ServerConfig
@@ -66,7 +66,7 @@ def _is_in(found: str, wanted: str) -> bool:
 def native_library() -> Finding:
     """The library for models on a CPU: its instruction set, and whether it is compiled."""
     try:
-        name = library.choose_instruction_set()
+        name = loading.choose_instruction_set()
     except NativeUnavailableError as error:
         return warn("native library", str(error), "models on the CPU run on PyTorch instead, which is slower")
     if build.is_ready(name):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from millrace.kernels.layout.grouped_codes import GroupedCodes
-from millrace.kernels.native import build, grouped, library, structs
+from millrace.kernels.native import build, grouped, loading, structs
 from millrace.kernels.native.errors import UnsupportedModelError
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import DType, NativeExperts, NativeNorm
@@ -219,7 +219,7 @@ def test_experts_are_chosen_by_the_reference_rule_among_ties_and_below_zero(name
 
 
 def route_natively(logits: Array, rule: NativeExperts, bias: Array | None) -> tuple[Array, Array]:
-    found = library.load_best()[1]
+    found = loading.load_best()[1]
     ids = np.zeros((len(logits), rule.top_k), np.int32)
     weights = np.zeros(ids.shape, np.float32)
     found.millrace_route(

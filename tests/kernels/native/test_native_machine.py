@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from millrace.kernels.native import library, machine
+from millrace.kernels.native import loading, machine
 from millrace.kernels.native.errors import NativeUnavailableError
 from millrace.kernels.native.machine import best_first
 
@@ -60,14 +60,14 @@ def test_the_best_library_that_can_be_had_is_taken_and_the_one_asked_for_or_none
         return f"library of {name}"
 
     monkeypatch.setattr(machine, "instruction_sets", lambda: ("amx", "avx512", "avx2"))
-    monkeypatch.setattr(library, "_load_once", cache(library._load_once.__wrapped__))
-    monkeypatch.setattr(library, "load", load)
-    monkeypatch.delenv(library.ENVIRONMENT, raising=False)
-    assert [library.load_best(), library.load_best()] == [("avx512", "library of avx512")] * 2
+    monkeypatch.setattr(loading, "_load_once", cache(loading._load_once.__wrapped__))
+    monkeypatch.setattr(loading, "load", load)
+    monkeypatch.delenv(loading.ENVIRONMENT, raising=False)
+    assert [loading.load_best(), loading.load_best()] == [("avx512", "library of avx512")] * 2
     assert tried == ["amx", "avx512"]
-    assert library.load_best("avx2") == ("avx2", "library of avx2")
+    assert loading.load_best("avx2") == ("avx2", "library of avx2")
     with pytest.raises(NativeUnavailableError, match="mamx-tile"):
-        library.load_best("amx")
-    monkeypatch.setenv(library.ENVIRONMENT, "amx")
+        loading.load_best("amx")
+    monkeypatch.setenv(loading.ENVIRONMENT, "amx")
     with pytest.raises(NativeUnavailableError, match="mamx-tile"):
-        library.load_best()
+        loading.load_best()

@@ -20,7 +20,7 @@ import pytest
 
 import millrace.stages.loading.early as early
 import millrace.stages.loading.native_model as native_model
-from millrace.kernels.native import build, library, machine
+from millrace.kernels.native import build, loading, machine
 from millrace.kernels.native.errors import NativeUnavailableError
 from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import Array
@@ -68,7 +68,7 @@ def test_weights_are_read_in_calls_that_tell_their_bytes(monkeypatch: pytest.Mon
 def test_a_start_that_compiles_the_library_says_so_and_not_that_it_downloads(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    instruction_set = library.choose_instruction_set()
+    instruction_set = loading.choose_instruction_set()
     ready = build.library_path(instruction_set)
     phases: list[str] = []
 
@@ -78,8 +78,8 @@ def test_a_start_that_compiles_the_library_says_so_and_not_that_it_downloads(
 
     monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "compile_library", compile_library)
-    for cached in (library.load, library._load_once):
-        monkeypatch.setattr(library, cached.__name__, cache(cached.__wrapped__))  # this process has loaded it
+    for cached in (loading.load, loading._load_once):
+        monkeypatch.setattr(loading, cached.__name__, cache(cached.__wrapped__))  # this process has loaded it
     with captured_logs() as logs:
         begun = opening(SMALL)
         native = begun.result().native_model
@@ -170,7 +170,7 @@ def test_waiting_for_packing_ends_at_once_if_weights_will_not_be_packed(
         raise NativeUnavailableError("no compiler")
 
     if what == "library":
-        monkeypatch.setattr(library, "load_best", lack)
+        monkeypatch.setattr(loading, "load_best", lack)
     monkeypatch.setattr(native_model, "free_host_share", lambda config: 1024)
     begun = opening(SMALL)
     began = time.monotonic()

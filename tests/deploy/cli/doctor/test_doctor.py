@@ -166,7 +166,7 @@ def test_missing_packages_fail_but_those_of_some_models_are_a_warning(monkeypatc
 def test_a_library_that_is_not_compiled_needs_a_compiler(
     monkeypatch: pytest.MonkeyPatch, compiler: str | None, status: str
 ) -> None:
-    monkeypatch.setattr(installation, "library", SimpleNamespace(choose_instruction_set=lambda: "avx2"))
+    monkeypatch.setattr(installation, "loading", SimpleNamespace(choose_instruction_set=lambda: "avx2"))
     monkeypatch.setattr(build, "is_ready", lambda _: False)
     monkeypatch.setattr(build, "find_compiler", lambda: compiler)
     assert installation.native_library().status == status

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace.kernels.native import build, library, machine
+from millrace.kernels.native import build, loading, machine
 from millrace.kernels.native.model import NativeModel
 from millrace.model.demo import WEIGHTS
 from millrace.stages import LLM, SamplingParams
@@ -32,7 +32,7 @@ def answers() -> tuple[list[Any], int]:
 
 
 def test_the_bundled_models_answers_are_the_same_from_a_sixth_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    if library.load_best()[0] not in ("amx", "avx512_bf16"):
+    if loading.load_best()[0] not in ("amx", "avx512_bf16"):
         pytest.skip("no engine here multiplies bf16 as such")
     coded, coded_bytes = answers()
     monkeypatch.setattr(NativeModel, "encode_bf16_12bit", lambda model: None)

@@ -1,4 +1,4 @@
-"""The C structs of the library have the fields that `library.py` says, in the same order and of the same types."""
+"""The C interface is as `library.py` says: the fields of structs, in order, and the functions, with their types."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,38 @@ def expected_fields(name: str, file: str) -> Iterator[tuple[str, type]]:
 def test_a_struct_mirrors_the_one_of_the_library_field_by_field(struct: type[ctypes.Structure]) -> None:
     expected = list(expected_fields(*place_of(struct)))
     assert expected and [(name, kind) for name, kind, *_ in struct._fields_] == expected
+
+
+def c_functions() -> Iterator[tuple[str, str, list[str]]]:
+    """(name, type of the result, types of arguments) of each function of the interface. Pointers are `T*`."""
+    text = re.sub(r"//[^\n]*", "", (SOURCE / "step/api.cpp").read_text())
+    for result, name, arguments in re.findall(r"^EXPORT (\w[\w ]*[ *]+)millrace_(\w+)\(([^)]*)\)", text, re.M):
+        kinds = [re.sub(r"\w+$", "", one.strip()) for one in arguments.split(",") if one.strip()]
+        yield name, *(_type_of(result), [_type_of(kind) for kind in kinds])  # type: ignore[misc]
+
+
+def _type_of(words: str) -> str:
+    return re.sub(r"\bconst\b|\s", "", words)
+
+
+def is_as(kind: Any, c_type: str) -> bool:
+    """Whether ctypes passes `kind` as the C type."""
+    if c_type == "char*":
+        return kind is ctypes.c_char_p
+    if c_type.endswith("*"):
+        struct = {place_of(each)[0]: each for each in MIRRORED}.get(c_type[:-1])
+        numbers = {"int64_t*": ctypes.POINTER(ctypes.c_int64)}
+        return kind in (ctypes.c_void_p, numbers.get(c_type)) if struct is None else kind is ctypes.POINTER(struct)
+    return kind is (None if c_type == "void" else NUMBERS[c_type])
+
+
+def test_each_function_of_the_library_is_declared_with_its_types() -> None:
+    found = {name: (result, arguments) for name, result, arguments in c_functions()}
+    assert found.keys() == library.FUNCTIONS.keys()
+    for name, (result, arguments) in library.FUNCTIONS.items():
+        c_result, c_arguments = found[name]
+        assert is_as(result, c_result) and len(arguments) == len(c_arguments), name
+        assert all(map(is_as, arguments, c_arguments)), f"{name}: {arguments}, and in C {c_arguments}"
 
 
 def test_fields_are_the_attributes_by_the_same_name_and_0_where_there_is_none() -> None:

@@ -42,8 +42,8 @@ class SlotStep:
         self._cache, self._last_tokens, self._num_known = cache, last_tokens, num_known
         self._tables = tables.reshape(len(cache.data_of), *tables.shape[-2:])
         self._rope_offsets, self._adapters = rope_offsets, adapters
-        model.keep(*cache.parts, last_tokens, num_known, tables)
-        model.keep(*(column for column in (rope_offsets, adapters) if column is not None))
+        model.in_library.keep(*cache.parts, last_tokens, num_known, tables)
+        model.in_library.keep(*(column for column in (rope_offsets, adapters) if column is not None))
         self._rows = self.rows()
 
     def rows(self) -> SlotStepRows:
@@ -118,7 +118,7 @@ class NativeChooser:
             (num_prompt, np.int32),
         ]
         assert draws.shape == (len(is_random), len(DRAWS)), f"draws of {draws.shape}"
-        model.keep(*(column for column, _ in columns))
+        model.in_library.keep(*(column for column, _ in columns))
         self.slot_sampling = ctypes.byref(library.SlotSampling(*(address(column, dtype) for column, dtype in columns)))
         self._choices = library.SamplingRows()
         self._allocate_rows(len(is_random))

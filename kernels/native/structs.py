@@ -36,6 +36,8 @@ from .shape import (
 
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
+NUMBER_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}  # `DataType` of source/weights/model.h
+
 # `NormKind`, `RecurrentKind` and `ActivationKind` of source/weights/shape.h
 _NORM_KINDS: dict[NormKind, int] = {"rms": 1, "layer": 2}
 _RECURRENT_KINDS: dict[RecurrentKind, int] = {"gdn": 1, "mamba2": 2, "short_conv": 3}

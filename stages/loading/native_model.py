@@ -17,6 +17,7 @@ from ...kernels.native.machine import instruction_sets
 from ...kernels.native.model import GROUP_SIZE, NativeModel
 from ...kernels.native.shape import CacheDType, DType
 from ...kernels.native.thread_throttle import ThreadThrottle
+from ...kernels.native.weights import NativeWeights
 from ...model.checkpoint.counted_tensors import CountedTensors
 from ...model.checkpoint.tensor_shapes import TensorSource, expected_shapes
 from ...model.decoder.native_decoder import NativeDecoder, block_bytes, native_shape
@@ -68,16 +69,16 @@ def load_native_model(
             _tell_compilation(phases)
             packed = packed_weights(source, expected_shapes(shape), native_shape(shape), config.quantization)
             model = _make_native_model(config, shape, threads, packed)
-            packed.tell(model.quantization or model.dtype)
+            packed.tell(model.weights.quantization or model.dtype)
         log.info("instructions.chosen", name=model.instruction_set, machine_has=list(instruction_sets()))
         with phases("weights"):
             _check_fit(config, root, source, model, shape, max_model_len, packed)
             when_packing()
             phases.progress.begin("read")
             counted = CountedTensors(source, expected_shapes(shape), phases.progress)
-            _fill(model, counted, expected_shapes(shape), packed)
+            _fill(model.weights, counted, expected_shapes(shape), packed)
             phases.progress.begin("pack")
-            _code(model)
+            _code(model.weights)
         return model
     except (NativeUnavailableError, UnsupportedModelError) as error:
         return str(error)
@@ -177,9 +178,9 @@ def _check_fit(
     def item_size(name: str) -> float:
         if matrix := packed.matrices.get(name):
             return matrix.format.bits_per_weight(matrix.num_columns) / 8
-        return ITEM_SIZES[model.type_of(name)] + ITEM_SIZES["int8"] * model.has_screen(name)
+        return ITEM_SIZES[model.weights.type_of(name)] + ITEM_SIZES["int8"] * model.weights.has_screen(name)
 
-    form = packed.packing if packed.matrices else model.quantization or model.dtype
+    form = packed.packing if packed.matrices else model.weights.quantization or model.dtype
     weights = bytes_kept(shape, item_size)
     is_plain = config.load_format == "stream" and not source.packing and not config.merge_adapter
 
@@ -229,24 +230,24 @@ def _streamed_bytes(source: TensorSource, name: str) -> int:
     return sum(sizes) * (2 if len(sizes) > 1 else 1)
 
 
-def _fill(model: NativeModel, source: CountedTensors, names: Iterable[str], packed: PackedWeights) -> None:
+def _fill(weights: NativeWeights, source: CountedTensors, names: Iterable[str], packed: PackedWeights) -> None:
     """Packs the tensors. There are never two copies of the whole model in memory."""
     mapped = {name: source.array(name) for name in names if source.is_mapped(name)}
     try:
         for some in _in_calls(mapped):
-            model.set_mapped_tensors(some)
+            weights.set_mapped_tensors(some)
             source.note_read(some)
         for name in names:
             if matrix := packed.matrices.get(name):
                 for first, codes in matrix.portions(PACKED_AT_ONCE):
-                    model.set_rows(name, first, codes)
+                    weights.set_rows(name, first, codes)
                 source.forget(name)
             elif matrix := packed.by_rows.get(name):
                 for first, numbers in matrix.unpacked():
-                    model.set_tensor_rows(name, first, numbers)
+                    weights.set_tensor_rows(name, first, numbers)
                 source.forget(name)
             elif name not in mapped:  # copied or random tensors, one at a time
-                model.set_tensor(name, source.array(name))
+                weights.set_tensor(name, source.array(name))
                 source.forget(name)
     except NonFiniteError as error:
         raise CheckpointError(str(error)) from None
@@ -264,15 +265,15 @@ def _in_calls(mapped: Mapping[str, NDArray[Any]]) -> Iterator[dict[str, NDArray[
         yield some
 
 
-def _code(model: NativeModel) -> None:
+def _code(weights: NativeWeights) -> None:
     """Compresses weights without loss.
 
     Tensors for which there is not enough memory stay as they are.
     """
-    before = model.weights_bytes
+    before = weights.num_bytes
     try:
-        model.encode_bf16_12bit()
+        weights.encode_bf16_12bit()
     except MemoryError as error:
         log.warning("weights.not_coded", reason=str(error))
-    if model.weights_bytes < before:
-        log.info("weights.coded", weights_mib=round(model.weights_bytes / 2**20, 1), of_mib=round(before / 2**20, 1))
+    if weights.num_bytes < before:
+        log.info("weights.coded", weights_mib=round(weights.num_bytes / 2**20, 1), of_mib=round(before / 2**20, 1))

@@ -79,15 +79,15 @@ class Subject:
             key = form, rows, columns
             if key not in made:  # experts with equal numbers lie in memory of their own
                 made[key] = random_codes(form, rows, columns)
-            self.model.set_rows(name, 0, made[key])
+            self.model.weights.set_rows(name, 0, made[key])
         hidden = shape.hidden_size
-        self.model.set_tensor("model.norm.weight", np.ones(hidden, np.float32))
+        self.model.weights.set_tensor("model.norm.weight", np.ones(hidden, np.float32))
         for index, layer in enumerate(shape.layers):
             for norm in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
-                self.model.set_tensor(f"model.layers.{index}.{norm}.weight", np.ones(hidden, np.float32))
+                self.model.weights.set_tensor(f"model.layers.{index}.{norm}.weight", np.ones(hidden, np.float32))
             assert layer.experts is not None
             router = draw.standard_normal((layer.experts.num_experts, hidden)).astype(np.float32)
-            self.model.set_tensor(f"model.layers.{index}.mlp.gate.weight", router)
+            self.model.weights.set_tensor(f"model.layers.{index}.mlp.gate.weight", router)
 
     def decode_s(self, batch: int) -> float:
         """Of a step of so many sequences, a token each."""
@@ -125,7 +125,7 @@ class Subject:
     def active_bytes(self) -> float:
         """What a step of one token reads."""
         shape, total = self.model.shape, 0.0
-        for name, form in self.model.formats.items():
+        for name, form in self.model.weights.formats.items():
             experts = shape.layers[tensors.place(name)[0]].experts
             share = experts.top_k / experts.num_experts if experts and tensors.is_of_expert(name) else 1.0
             columns = grouped.num_columns(shape, name)

@@ -60,7 +60,7 @@ class Native:
         self.model = NativeModel(native_shape(spec), "bfloat16", tables, context)
         source, _ = open_source(folder, spec, "dummy")
         for name in expected_shapes(spec):
-            self.model.set_tensor(name, source.array(name))
+            self.model.weights.set_tensor(name, source.array(name))
         num_blocks = -(-context // BLOCK_SIZE)
         self.cache = NativeCache.uniform(self.model.shape, num_blocks, BLOCK_SIZE, "bfloat16")
         numbers = np.random.default_rng(0).standard_normal(self.cache.memory.shape, dtype=np.float32)

@@ -78,8 +78,8 @@ def load(root: Path, form: Form) -> NativeModel:
         cache_dtype=form.cache_dtype,
     )
     for name in expected_shapes(config):
-        model.set_tensor(name, source.array(name))
-    model.encode_bf16_12bit()  # as an engine does
+        model.weights.set_tensor(name, source.array(name))
+    model.weights.encode_bf16_12bit()  # as an engine does
     return model
 
 
@@ -144,13 +144,14 @@ def main() -> None:
         perplexity = math.exp(mean_loss(model, pieces))
         increase = perplexity / (rows[0]["perplexity"] if rows else perplexity) - 1
         kv_bytes = model.shape.bytes_per_block(BLOCK_SIZE, model.cache_dtype) // BLOCK_SIZE
-        print(f"{form.label:32} {perplexity:10.4f} {increase:+16.3%} {model.weights_bytes / 2**20:12.2f} {kv_bytes:20}")
+        weights_mib = model.weights.num_bytes / 2**20
+        print(f"{form.label:32} {perplexity:10.4f} {increase:+16.3%} {weights_mib:12.2f} {kv_bytes:20}")
         rows.append(
             asdict(form)
             | {
                 "perplexity": perplexity,
                 "increase": increase,
-                "weights_bytes": model.weights_bytes,
+                "weights_bytes": model.weights.num_bytes,
                 "kv_bytes_per_token": kv_bytes,
             }
         )

@@ -86,7 +86,7 @@ class Subject:
     def bytes_of_one(self) -> int:
         """What a step of one sequence reads."""
         by_block = self.model.shape.bytes_per_block(BLOCK_SIZE, self.model.cache_dtype)
-        return self.model.weights_bytes + by_block * CONTEXT // BLOCK_SIZE
+        return self.model.weights.num_bytes + by_block * CONTEXT // BLOCK_SIZE
 
     def _step(self, starts: list[int], counts: list[int]) -> None:
         tables = np.arange(len(starts) * self.blocks_of_each, dtype=np.int32).reshape(len(starts), -1)
@@ -116,9 +116,9 @@ def subjects(shape: str, threads: int | None) -> list[Subject]:
         for name in expected_shapes(config):
             tensor = source.array(name)
             for each in made:
-                each.model.set_tensor(name, tensor)
+                each.model.weights.set_tensor(name, tensor)
     for each in made:
-        each.model.encode_bf16_12bit()  # as an engine does: of plain bf16
+        each.model.weights.encode_bf16_12bit()  # as an engine does: of plain bf16
     return made
 
 
@@ -146,7 +146,7 @@ def measure(made: list[Subject], rounds: int) -> list[dict[str, Any]]:
         rows.append(
             {
                 "form": each.form.label,
-                "weights_bytes": each.model.weights_bytes,
+                "weights_bytes": each.model.weights.num_bytes,
                 "ms": {load: 1e3 * statistics.median(seconds) for load, seconds in found.items()},
                 "times_bfloat16": ratios,
                 "floor_share": statistics.median(share),

@@ -108,12 +108,12 @@ def native(spec: DecoderSpec) -> tuple[Callable[[StepInputs[Any]], Any], int]:
     tables = [rope_tables(rope, CONTEXT + PROMPT) for rope in spec.ropes]
     model = NativeModel(shape, "bfloat16", tables, CONTEXT + PROMPT)
     for name in expected_shapes(spec):
-        model.set_tensor(name, source.array(name))
+        model.weights.set_tensor(name, source.array(name))
     layout = StateLayout(shape.state_bytes("bfloat16"), max(BATCHES))
     states = NativeStates(shape, layout, "bfloat16")
     blocks = max(BATCHES) * (CONTEXT + PROMPT) // BLOCK_SIZE
     cache, decoder = NativeCache.uniform(shape, blocks, BLOCK_SIZE, "bfloat16", states=states), NativeDecoder(model)
-    return lambda inputs: decoder.forward(inputs, cache), model.token_weights_bytes
+    return lambda inputs: decoder.forward(inputs, cache), model.weights.num_token_bytes
 
 
 def by_torch(spec: DecoderSpec) -> Callable[[StepInputs[Any]], Any]:

@@ -51,16 +51,17 @@ class Checkpoint:
         step's rows are taken apart."""
         model = NativeModel(self.shape, dtype, self.ropes, self.num_positions, **settings)
         for name, tensor in self.tensors.items():
-            model.set_tensor(name, tensor)
+            model.weights.set_tensor(name, tensor)
         model._library.millrace_set_join_delay(model._model, 0)
-        model.assume_retained(16 << 20)
-        model.assume_split(False)
+        model.in_library.assume_retained(16 << 20)
+        model.in_library.assume_split(False)
         return model
 
     def kept_by(self, model: NativeModel) -> Checkpoint:
         """The checkpoint whose numbers are those the model computes with."""
+        weights = model.weights
         kept = {
-            name: model.matrix(name, *tensor.shape) if model.type_of(name) in ("int8", "int4") else tensor
+            name: weights.matrix(name, *tensor.shape) if weights.type_of(name) in ("int8", "int4") else tensor
             for name, tensor in self.tensors.items()
         }
         return replace(self, tensors=kept, has_int8_cache=model.cache_dtype == "int8")

@@ -195,7 +195,7 @@ def test_the_likeliest_token_is_that_of_the_logits_with_a_cap_and_with_a_bias(
 ) -> None:
     made = Checkpoint.random(vocab_size=40_000, is_tied=False, **change)  # large enough for a screen
     model = made.load(dtype, num_threads=2, worth_a_thread=1)
-    assert (model.screen_bytes > 0) == ("has_head_bias" not in change)
+    assert (model.weights.screen_bytes > 0) == ("has_head_bias" not in change)
     run, prompt = Run(model), tokens(20)
     logits = run.whole(prompt)
     found, inputs = (np.zeros(20, np.int64), np.zeros(20, np.bool_)), np.arange(20)

@@ -56,6 +56,7 @@ def load_natively(
     sizes, cache_dtype = model.shape, model.cache_dtype
     item_size = 4 if model.dtype == "float32" else 2
     config = within_state_memory(config, shape, item_size, free_host_share(config))
+    weights = model.weights
     adapters = NativeLoraTable(model, config.max_loras, config.max_lora_rank) if config.enable_lora else None
     with phases("cache"):
         bytes_per_block = sizes.bytes_per_block(config.block_size, cache_dtype)
@@ -71,7 +72,7 @@ def load_natively(
         sizing = sizing_on_cpu(
             config,
             shape,
-            weights=model.weights_bytes + model.screen_bytes,
+            weights=weights.num_bytes + weights.screen_bytes,
             num_positions=model.max_positions,
             activations=lambda _: activations + of_chain,
             bytes_per_block=bytes_per_block,
@@ -109,9 +110,9 @@ def load_natively(
         backend="native",
         device="cpu",
         dtype=model.dtype,
-        quantization=config.quantized_to or (packing if model.formats else None),
+        quantization=config.quantized_to or (packing if weights.formats else None),
         weights=weight_use(
-            shape, model.weights_bytes, _embedding_bytes(model), model.weights_bytes - model.token_weights_bytes
+            shape, weights.num_bytes, _embedding_bytes(model), weights.num_bytes - weights.num_token_bytes
         ),
         kv_cache_dtype=cache_dtype,
         max_model_len=memory.max_model_len,
@@ -142,11 +143,11 @@ def _make_cache(
 
 
 def _embedding_bytes(model: NativeModel) -> float:
-    name, shape = f"{EMBEDDING}.weight", model.shape
-    if name in model.formats:
-        bits = model.formats[name].bits_per_weight(shape.hidden_size)
+    name, shape, weights = f"{EMBEDDING}.weight", model.shape, model.weights
+    if name in weights.formats:
+        bits = weights.formats[name].bits_per_weight(shape.hidden_size)
     else:
-        bits = {"float32": 32, "bfloat16": 16, "int8": 8}[model.type_of(name)]
+        bits = {"float32": 32, "bfloat16": 16, "int8": 8}[weights.type_of(name)]
     return shape.vocab_size * shape.hidden_size * bits / 8
 
 

@@ -138,7 +138,7 @@ def memory_mib(engine: Engine, while_loading: float) -> dict[str, float]:
     used = num_used * cache.data[:, 0].nbytes
     taken = max(used, cache.ahead.num_taken)
     peak = peak_mib() * 2**20
-    weights = native_of(engine).weights_bytes + native_of(engine).screen_bytes
+    weights = native_of(engine).weights.num_bytes + native_of(engine).weights.screen_bytes
     return {
         "peak": peak / 2**20,
         "peak_while_loading": while_loading,

@@ -73,14 +73,14 @@ async def look(engine: Engine, batch: int, num_context: int = CONTEXT) -> dict[s
     step_ms = 1e3 * (ended.time_s - begun.time_s) / num_steps
     num_seen = num_context * batch + (begun.num_answered + ended.num_answered) / 2
     kv_bytes = num_seen / block_size * native.shape.bytes_per_block(block_size, native.dtype)
-    floor_ms = (native.weights_bytes + kv_bytes) / bandwidth / 1e6
+    floor_ms = (native.weights.num_bytes + kv_bytes) / bandwidth / 1e6
     row = {
         "batch": batch,
         "context": num_seen / batch,
         "step_ms": step_ms,
         **dict(zip(("linears_ms", "attention_ms", "rest_ms"), parts_ms, strict=True)),
         "host_ms": step_ms - sum(parts_ms),
-        "weights_floor_ms": native.weights_bytes / bandwidth / 1e6,
+        "weights_floor_ms": native.weights.num_bytes / bandwidth / 1e6,
         "kv_floor_ms": kv_bytes / bandwidth / 1e6,
         "floor_ms": floor_ms,
         "share_of_floor": floor_ms / step_ms,

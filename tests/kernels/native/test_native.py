@@ -133,9 +133,9 @@ def test_two_threads_share_many_rows_where_a_cache_keeps_what_both_read(instruct
     def is_shared(num_tokens: int, num_kept: int = 16 << 20, num_threads: int = 2, **settings: Any) -> bool:
         settings |= {"instruction_set": instruction_set, "num_threads": num_threads, "worth_a_thread": 1}
         model = checkpoint("tied").load(dtype, **settings)
-        model.assume_retained(num_kept)
+        model.in_library.assume_retained(num_kept)
         Run(model).whole(tokens(num_tokens))
-        return model.is_split_by_rows
+        return model.in_library.is_split_by_rows
 
     in_tiles_of_registers = "amx" in instruction_set and dtype == "bfloat16"
     is_wide = instruction_set != "avx2"
@@ -157,11 +157,11 @@ def test_weights_of_few_rows_pass_where_a_cache_keeps_anything_and_no_bit_depend
     def are_passing(model: NativeModel, num_rows: int, num_asked: int) -> bool:
         asked, found = list(range(num_rows - num_asked, num_rows)), []
         for num_kept in (0, 16 << 20):
-            model.assume_retained(num_kept)
+            model.in_library.assume_retained(num_kept)
             found.append(Run(model).step({0: tokens(num_rows)}, {0: asked})[0])
-            assert num_kept > 0 or not model.is_streaming
+            assert num_kept > 0 or not model.in_library.is_streaming
         assert np.array_equal(*found)
-        return model.is_streaming
+        return model.in_library.is_streaming
 
     multiplies_bf16 = dtype == "bfloat16" and ("bf16" in instruction_set or "amx" in instruction_set)
     in_tiles_of_registers = multiplies_bf16 and "amx" in instruction_set

@@ -47,7 +47,7 @@ def in_registers(instruction_set: str, dtype: DType) -> bool:
 
 def decoded(model: NativeModel, num_rows: int, *, is_split: bool) -> Array:
     """Logits of two steps of so many sequences, whose contexts differ in length, one after the other."""
-    model.assume_split(is_split)
+    model.in_library.assume_split(is_split)
     run = begun(model, num_rows)
     return np.concatenate([stepped(run, num_rows, turn) for turn in range(2)])
 
@@ -76,9 +76,9 @@ def test_rows_that_are_taken_apart_have_the_bits_that_they_have_together(
     model = Checkpoint.random(**MODELS[name]).load(dtype, **sizes)
     for num_rows in (26, 27, 48, 61) if FULL else (27, 48):
         together = decoded(model, num_rows, is_split=False)
-        assert not model.is_split
+        assert not model.in_library.is_split
         apart = decoded(model, num_rows, is_split=True)
-        assert model.is_split == (not in_registers(instruction_set, dtype))
+        assert model.in_library.is_split == (not in_registers(instruction_set, dtype))
         assert np.array_equal(apart, together), f"{num_rows} rows"
 
 
@@ -88,12 +88,12 @@ def test_rows_are_taken_apart_from_the_layer_on_before_which_both_threads_are_th
     one, other, layers = begun(model, 26), begun(model, 26), []
     # NOTE: a thread with a delay spins until the other one comes, which on a busy machine takes a time slice each time.
     for turn, lateness in enumerate((*range(1, 50), 1000)):  # phases that one thread misses
-        model.assume_split(False)
+        model.in_library.assume_split(False)
         together = stepped(one, 26, turn)
-        model.assume_split(True)
+        model.in_library.assume_split(True)
         model._library.millrace_set_join_delay(model._model, lateness)
         assert np.array_equal(stepped(other, 26, turn), together), f"{lateness} phases late"
-        layers.append(model.num_layers_before_split)
+        layers.append(model.in_library.num_layers_before_split)
         model._library.millrace_set_join_delay(model._model, -1)  # it comes when it will
     assert layers[0] == 0 and layers[-1] == -1
     come = [layer for layer in layers if layer >= 0]
@@ -123,7 +123,7 @@ def test_so_they_have_in_int8(settings: dict[str, Any]) -> None:
     )
     for num_rows in (26, 41):
         together, apart = (decoded(model, num_rows, is_split=is_split) for is_split in (False, True))
-        assert model.is_split and np.array_equal(apart, together)
+        assert model.in_library.is_split and np.array_equal(apart, together)
 
 
 @pytest.mark.parametrize("has_screen", [True, False], ids=["with a screen", "without"])
@@ -131,13 +131,13 @@ def test_so_they_have_in_int8(settings: dict[str, Any]) -> None:
 def test_rows_that_are_taken_apart_have_the_likeliest_tokens(dtype: DType, has_screen: bool) -> None:
     made = large_checkpoint() if has_screen else Checkpoint.random(vocab_size=1003, is_tied=False)
     model = made.load(dtype, **by_two(IN_VECTORS))
-    model.assume_split(True)
+    model.in_library.assume_split(True)
     run = Both(model)
     for count in (26, 33, 70):
         for sequence in range(count):
             run.step({sequence: [sequence * 37 % 999, 5]})
         ids, is_broken, right, is_right_broken = run.of({s: [s * 11 % 999] for s in range(count)})
-        assert model.is_split
+        assert model.in_library.is_split
         assert count <= run.num_left < count * 30 if has_screen else run.num_left == -1
         assert ids.tolist() == right.tolist() and is_broken.tolist() == is_right_broken.tolist()
 
@@ -145,30 +145,30 @@ def test_rows_that_are_taken_apart_have_the_likeliest_tokens(dtype: DType, has_s
 def test_steps_of_one_kind_that_follow_each_other_show_which_way_is_faster() -> None:
     sizes = by_two(IN_VECTORS)
     model = Checkpoint.random().load("bfloat16", **sizes)
-    model.assume_split(None)
+    model.in_library.assume_split(None)
     run, kinds = Run(model), []
     many = {sequence: [1] for sequence in range(30)}
     for _ in range(7):
         run.step(many)
-        kinds.append(model.is_split)
+        kinds.append(model.in_library.is_split)
     assert kinds == [False, True] * 3 + [False]
     other = {sequence: [1] for sequence in range(40)}
     for parts in (other, many, other):
         run.step(parts)
-        kinds.append(model.is_split)
+        kinds.append(model.in_library.is_split)
     assert not any(kinds[-3::2]), "nothing is known of what never comes twice in a row"
 
 
 def test_keys_are_fetched_beside_products_of_halves_and_each_step_is_told_once() -> None:
     sizes = by_two(IN_VECTORS)
     model = Checkpoint.random(hidden_size=128, intermediate_size=4096).load("bfloat16", **sizes)
-    model.assume_retained(1 << 24)
+    model.in_library.assume_retained(1 << 24)
     times, fetched = model.time_phases(), []
     for is_split in (False, True):
         before = int(times[3])
         decoded(model, 30, is_split=is_split)
-        fetched.append(model.kv_prefetched_bytes)
-        assert model.is_split == is_split and times[3] - before == 30 + 2
+        fetched.append(model.in_library.kv_prefetched_bytes)
+        assert model.in_library.is_split == is_split and times[3] - before == 30 + 2
     assert all(fetched) and (times[:3] > 0).all()
 
 
@@ -176,9 +176,9 @@ def test_only_steps_of_many_rows_that_decode_are_taken_apart_and_only_by_two_thr
     def is_split(parts: dict[int, list[int]], asked: dict[int, list[int]] | None = None, num_threads: int = 2) -> bool:
         threads: dict[str, Any] = {"num_threads": num_threads, "thread_throttle": Still(num_threads)}
         model = Checkpoint.random().load("bfloat16", **by_two(IN_VECTORS) | threads)
-        model.assume_split(True)
+        model.in_library.assume_split(True)
         Run(model).step(parts, asked)
-        return model.is_split
+        return model.in_library.is_split
 
     least = least_rows(IN_VECTORS)
     many = {sequence: [1] for sequence in range(least)}

@@ -43,7 +43,7 @@ def settings(instruction_set: str, num_threads: int = 2) -> dict[str, Any]:
 
 def coded(made: Checkpoint, instruction_set: str, num_threads: int = 2) -> NativeModel:
     model = made.load("bfloat16", **settings(instruction_set, num_threads))
-    model.encode_bf16_12bit()
+    model.weights.encode_bf16_12bit()
     return model
 
 
@@ -91,8 +91,8 @@ def test_many_who_decode_get_the_same_bits_coded_together_and_apart() -> None:
     made = large(1_500)
     models = [made.load("bfloat16", **settings(IN_VECTORS[0]), thread_throttle=Still(2)) for _ in range(3)]
     for model in models[1:]:
-        model.encode_bf16_12bit()
-    models[2].assume_split(True)
+        model.weights.encode_bf16_12bit()
+    models[2].in_library.assume_split(True)
     runs = [Run(model) for model in models]
     for step in range(4):
         parts = {sequence: tokens(70 if step == 0 else 1, sequence) for sequence in range(32)}
@@ -100,7 +100,7 @@ def test_many_who_decode_get_the_same_bits_coded_together_and_apart() -> None:
         for sequence in parts:
             assert np.array_equal(plain[sequence], together[sequence])
             assert np.array_equal(plain[sequence], apart[sequence])
-    assert models[1].kv_prefetched_bytes > 0 and models[2].is_split
+    assert models[1].in_library.kv_prefetched_bytes > 0 and models[2].in_library.is_split
 
 
 @needs_coding
@@ -110,7 +110,7 @@ def test_every_kind_of_model_gives_the_same_bits_coded(instruction_set: str, nam
     """Tiles of which there is one, and of which there are several, where k is no whole number of steps in AMX."""
     made = checkpoint(name)
     plain, model = made.load("bfloat16", **settings(instruction_set)), coded(made, instruction_set)
-    assert model.weights_bytes < plain.weights_bytes
+    assert model.weights.num_bytes < plain.weights.num_bytes
     for count in (1, 20, 40, 100):
         assert np.array_equal(Run(model).whole(tokens(count)), Run(plain).whole(tokens(count))), count
 
@@ -131,12 +131,11 @@ def test_the_likeliest_tokens_and_their_logits_are_those_of_a_head_that_is_not_c
     plain, model = made.load("bfloat16", **settings(instruction_set)), coded(made, instruction_set)
     head = 2 * made.tensors[name].size
     rest = Checkpoint.random(hidden_size=hidden_size, vocab_size=32, is_tied=is_tied)
-    saved_elsewhere = (
-        rest.load("bfloat16", **settings(instruction_set)).weights_bytes - coded(rest, instruction_set).weights_bytes
-    )
-    saved = plain.weights_bytes - model.weights_bytes - saved_elsewhere
+    plain_rest, coded_rest = rest.load("bfloat16", **settings(instruction_set)), coded(rest, instruction_set)
+    saved_elsewhere = plain_rest.weights.num_bytes - coded_rest.weights.num_bytes
+    saved = plain.weights.num_bytes - model.weights.num_bytes - saved_elsewhere
     assert 0.15 < saved / head < 0.25
-    assert np.array_equal(model.matrix(name, *made.tensors[name].shape), made.tensors[name])
+    assert np.array_equal(model.weights.matrix(name, *made.tensors[name].shape), made.tensors[name])
     runs = Both(plain), Both(model)
     for parts in ({0: tokens(1)}, {0: tokens(1), 1: tokens(7)}, {2: tokens(70)}):
         (ids, _, right, _), (same_ids, _, same_right, _) = (run.of(parts) for run in runs)
@@ -151,10 +150,11 @@ def test_the_likeliest_tokens_and_their_logits_are_those_of_a_head_that_is_not_c
 def test_a_coded_matrix_has_the_numbers_it_was_given(every: int) -> None:
     made = large(every)
     model = coded(made, CODING[0])
-    model.encode_bf16_12bit()  # again: they are already
+    model.weights.encode_bf16_12bit()  # again: they are already
     for name, tensor in made.tensors.items():
         if "proj.weight" in name:
-            assert np.array_equal(model.matrix(name, *tensor.shape).view(np.uint32), tensor.view(np.uint32)), name
+            kept = model.weights.matrix(name, *tensor.shape)
+            assert np.array_equal(kept.view(np.uint32), tensor.view(np.uint32)), name
 
 
 @needs_coding
@@ -165,18 +165,18 @@ def test_panels_of_nothing_but_whole_blocks_and_of_zeros_are_coded_with_the_othe
     strange[:16], strange[16:32], strange[32, -4:] = of_all_sizes((16, 128)), 0.0, of_all_sizes((1, 4))
     made.tensors[GATE] = strange
     model = coded(made, CODING[0])
-    more = model.weights_bytes - coded(large(), CODING[0]).weights_bytes
+    more = model.weights.num_bytes - coded(large(), CODING[0]).weights.num_bytes
     assert 0 < more < 48 * 320  # bytes of whole blocks, 33 more or so; 39,000 if the linear were not coded
-    assert np.array_equal(model.matrix(GATE, *strange.shape).view(np.uint32), strange.view(np.uint32))
+    assert np.array_equal(model.weights.matrix(GATE, *strange.shape).view(np.uint32), strange.view(np.uint32))
 
 
 @needs_coding
 def test_coded_matrices_take_three_quarters_of_their_memory() -> None:
     plain, model = large().load("bfloat16", **settings(CODING[0])), coded(large(), CODING[0])
     matrices = sum(2 * -(-len(x) // 32) * 32 * x.shape[1] for x in large().tensors.values() if x.ndim == 2)
-    left = matrices - (plain.weights_bytes - model.weights_bytes)
+    left = matrices - (plain.weights.num_bytes - model.weights.num_bytes)
     assert 0.75 < left / matrices < 0.80  # with books and whole blocks
-    assert coded(large(1_500), CODING[0]).weights_bytes > model.weights_bytes  # more of these
+    assert coded(large(1_500), CODING[0]).weights.num_bytes > model.weights.num_bytes  # more of these
 
 
 @needs_coding
@@ -185,10 +185,11 @@ def test_a_matrix_of_numbers_of_all_sizes_stays_as_it_is_among_others_that_are_c
     made = large()
     made.tensors[DOWN] = of_all_sizes(made.tensors[DOWN].shape, ONE)
     plain, model = made.load("bfloat16", **settings(CODING[0])), coded(made, CODING[0])
-    saved = plain.weights_bytes - model.weights_bytes
-    all_saved = large().load("bfloat16", **settings(CODING[0])).weights_bytes - coded(large(), CODING[0]).weights_bytes
+    saved = plain.weights.num_bytes - model.weights.num_bytes
+    before = large().load("bfloat16", **settings(CODING[0])).weights.num_bytes
+    all_saved = before - coded(large(), CODING[0]).weights.num_bytes
     assert 0 < saved < all_saved
-    assert np.array_equal(model.matrix(DOWN, *made.tensors[DOWN].shape), made.tensors[DOWN])
+    assert np.array_equal(model.weights.matrix(DOWN, *made.tensors[DOWN].shape), made.tensors[DOWN])
     assert np.array_equal(Run(model).whole(tokens(60)), Run(plain).whole(tokens(60)))
 
 
@@ -199,10 +200,10 @@ def test_what_coded_weights_no_longer_need_goes_back_to_the_system() -> None:
     model = made.load("bfloat16", **settings(CODING[0]))
     trim = ctypes.CDLL(None).malloc_trim  # what the C library keeps is not to count
     trim(0)
-    before, counted = resident_bytes(), model.weights_bytes
-    model.encode_bf16_12bit()
+    before, counted = resident_bytes(), model.weights.num_bytes
+    model.weights.encode_bf16_12bit()
     trim(0)
-    saved = counted - model.weights_bytes
+    saved = counted - model.weights.num_bytes
     assert saved > 12 << 20  # of 60 MiB
     assert before - resident_bytes() > saved - (6 << 20)  # large pages
 
@@ -213,17 +214,17 @@ def test_a_matrix_there_is_no_memory_for_stays_as_it_is_and_the_others_are_coded
     """The room that the largest ones are coded in is 12 MiB; what is smaller has enough."""
     made = Checkpoint.random(hidden_size=1024, intermediate_size=4096, num_heads=16, num_kv_heads=8, head_dim=64)
     plain = made.load("bfloat16", **settings(CODING[0], num_threads=1))
-    expected, whole = Run(plain).whole(tokens(20)), coded(made, CODING[0], num_threads=1).weights_bytes
+    expected, whole = Run(plain).whole(tokens(20)), coded(made, CODING[0], num_threads=1).weights.num_bytes
     model = made.load("bfloat16", **settings(CODING[0], num_threads=1))
     limits = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + (12 << 20), limits[1]))
     try:
         with pytest.raises(MemoryError, match="no memory to encode"):
-            model.encode_bf16_12bit()
+            model.weights.encode_bf16_12bit()
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-    assert whole < model.weights_bytes < plain.weights_bytes
+    assert whole < model.weights.num_bytes < plain.weights.num_bytes
     assert np.array_equal(Run(model).whole(tokens(20)), expected)
 
 
@@ -235,14 +236,14 @@ def test_where_nothing_is_gained_weights_stay_as_they_are(name: str) -> None:
         kinds.append(("bfloat16", None))
     for dtype, quantization in kinds:
         model = made.load(dtype, quantization=quantization, **settings(name))  # type: ignore[arg-type]
-        before, logits = model.weights_bytes, Run(model).whole(tokens(20))
-        model.encode_bf16_12bit()
-        assert model.weights_bytes == before and np.array_equal(Run(model).whole(tokens(20)), logits)
+        before, logits = model.weights.num_bytes, Run(model).whole(tokens(20))
+        model.weights.encode_bf16_12bit()
+        assert model.weights.num_bytes == before and np.array_equal(Run(model).whole(tokens(20)), logits)
 
 
 def test_a_tensor_that_comes_after_coding_is_refused_by_name() -> None:
     made = checkpoint("tied")
     model = made.load("bfloat16", num_threads=1)
-    model.encode_bf16_12bit()
+    model.weights.encode_bf16_12bit()
     with pytest.raises(RuntimeError, match=DOWN):
-        model.set_tensor(DOWN, made.tensors[DOWN])
+        model.weights.set_tensor(DOWN, made.tensors[DOWN])

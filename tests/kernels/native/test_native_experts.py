@@ -140,7 +140,7 @@ def test_quantized_experts_compute_with_the_numbers_they_keep(quantization: Any,
 
 def test_experts_in_12_bits_give_the_bits_of_bfloat16() -> None:
     model, coded = load("a shared network", "bfloat16"), load("a shared network", "bfloat16")
-    coded.encode_bf16_12bit()
+    coded.weights.encode_bf16_12bit()
     assert np.array_equal(Run(coded).whole(tokens(40)), Run(model).whole(tokens(40)))
 
 
@@ -170,8 +170,8 @@ def load_packed(num_threads: int = 2, **settings: Any) -> NativeModel:
     model = replace(made, tensors=plain).load("float32", **settings)
     for name, one in codes.items():
         middle = one.num_rows // 3
-        model.set_rows(name, middle, one.rows(middle, one.num_rows))
-        model.set_rows(name, 0, one.rows(0, middle))
+        model.weights.set_rows(name, middle, one.rows(middle, one.num_rows))
+        model.weights.set_rows(name, 0, one.rows(0, middle))
     return model
 
 
@@ -180,7 +180,7 @@ def test_each_expert_may_be_packed_in_a_format_of_its_own(instruction_set: str) 
     made, codes = packed_checkpoint()
     model = load_packed(instruction_set=instruction_set)
     for name, one in codes.items():
-        kept = model.matrix(name, *made.tensors[name].shape)
+        kept = model.weights.matrix(name, *made.tensors[name].shape)
         np.testing.assert_allclose(kept, one.dequantize(), atol=1e-5, err_msg=name)  # the values of nf4 in 16 bits
     whole = Run(model).whole(tokens(40))
     assert error(whole, made.logits(tokens(40))) < 1e-3
@@ -200,7 +200,7 @@ def test_gate_and_up_of_an_expert_are_packed_alike_or_not_at_all() -> None:
 
 def test_a_token_reads_its_own_experts_only() -> None:
     model = Checkpoint.random(layer={"experts": experts(8, 3, 64)}, num_layers=3).load(num_threads=1)
-    assert model.weights_bytes - model.token_weights_bytes == 3 * 5 * 3 * 64 * 64 * 4
+    assert model.weights.num_bytes - model.weights.num_token_bytes == 3 * 5 * 3 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize("bias", [None, -1.0])

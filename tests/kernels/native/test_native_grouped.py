@@ -69,8 +69,8 @@ def model_of(form: GroupedFormat, n: int, k: int, instruction_set: str | None = 
 def packed(codes: GroupedCodes, **settings: Any) -> NativeModel:
     model = model_of(codes.format, codes.num_rows, codes.num_columns, **settings)
     middle = codes.num_rows // 3
-    model.set_rows(DOWN, middle, codes.rows(middle, codes.num_rows))
-    model.set_rows(DOWN, 0, codes.rows(0, middle))
+    model.weights.set_rows(DOWN, middle, codes.rows(middle, codes.num_rows))
+    model.weights.set_rows(DOWN, 0, codes.rows(0, middle))
     return model
 
 
@@ -87,7 +87,7 @@ def test_packed_rows_read_back_as_the_file_has_them(name: str) -> None:
     for n, k in ((70, 320), (32, 64), (34, 608)):
         if k % 32 == 0 or FORMATS[name].group >= k:
             codes = random_codes(FORMATS[name], n, k, seed=n)
-            read, wanted = packed(codes).matrix(DOWN, n, k), codes.dequantize()
+            read, wanted = packed(codes).weights.matrix(DOWN, n, k), codes.dequantize()
             if name in ("AWQ", "GPTQ, 3 bits", "nf4"):  # a zero is an offset here, and nf4 has 16 bits
                 assert np.abs(read - wanted).max() < 4e-5 * np.abs(wanted).max()
             else:
@@ -100,7 +100,7 @@ def test_products_are_those_of_the_twin_to_the_bit(name: str, kernels: str) -> N
     for n, k in sizes + ([(32, 32), (130, 1088)] if FULL else []):
         codes = replace(random_codes(FORMATS[name], n, k, seed=k), factor=1.0 if name != "NVFP4" else 0.37)
         x = rows(7, k)
-        assert np.array_equal(packed(codes).product(DOWN, x, n), grouped_product(x, codes))
+        assert np.array_equal(packed(codes).weights.product(DOWN, x, n), grouped_product(x, codes))
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
@@ -110,7 +110,7 @@ def test_every_instruction_set_gives_the_bits_of_the_twin(instruction_set: str) 
         for count in (1, 2, 5, 17, 33, 70):
             x = rows(count, 352, seed=count)
             model = packed(codes, instruction_set=instruction_set, threads=2)
-            assert np.array_equal(model.product(DOWN, x, 70), grouped_product(x, codes))
+            assert np.array_equal(model.weights.product(DOWN, x, 70), grouped_product(x, codes))
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
@@ -120,9 +120,9 @@ def test_columns_in_another_order_give_the_bits_of_the_twin(instruction_set: str
     model = packed(codes, instruction_set=instruction_set, threads=2)
     for count in (1, 7, 17, 33):
         x = rows(count, 352, seed=count)
-        assert np.array_equal(model.product(DOWN, x, 70), grouped_product(x, codes))
+        assert np.array_equal(model.weights.product(DOWN, x, 70), grouped_product(x, codes))
     wanted = codes.dequantize()
-    assert np.abs(model.matrix(DOWN, 70, 352) - wanted).max() < 4e-5 * np.abs(wanted).max()
+    assert np.abs(model.weights.matrix(DOWN, 70, 352) - wanted).max() < 4e-5 * np.abs(wanted).max()
 
 
 def test_a_product_has_one_order_of_columns() -> None:
@@ -131,7 +131,7 @@ def test_a_product_has_one_order_of_columns() -> None:
     model = packed(replace(codes, columns=columns))
     for other in (None, np.arange(64, dtype=np.int32)):
         with pytest.raises(ValueError, match="its columns are in another order than those of its product"):
-            model.set_rows(DOWN, 0, replace(codes, columns=other))
+            model.weights.set_rows(DOWN, 0, replace(codes, columns=other))
     for wrong in (np.zeros(64, np.int32), columns.astype(np.int64), columns + 1):
         with pytest.raises(ValueError, match="columns: must be each of 64 once, as int32"):
             packed(replace(codes, columns=wrong))
@@ -147,8 +147,8 @@ def test_a_scale_of_exactly_a_row_is_that_of_the_row_at_any_width(scale: Any, ke
     for k in (96, 160, 192, 224, 288):
         codes = random_codes(GroupedFormat(bits=8, group=k, zero=128, scale=scale), 34, k, seed=k)
         model, x = packed(codes), rows(7, k)
-        assert np.array_equal(model.matrix(DOWN, 34, k), codes.dequantize())
-        assert np.array_equal(model.product(DOWN, x, 34), grouped_product(x, codes))
+        assert np.array_equal(model.weights.matrix(DOWN, 34, k), codes.dequantize())
+        assert np.array_equal(model.weights.product(DOWN, x, 34), grouped_product(x, codes))
 
 
 def test_formats_that_products_do_not_follow_are_refused() -> None:
@@ -164,7 +164,7 @@ def test_formats_that_products_do_not_follow_are_refused() -> None:
 @pytest.mark.parametrize("packing", ["pairs", "halves_of_32", "halves_of_64"])
 def test_codes_may_come_in_halves_of_bytes(packing: Any) -> None:
     codes = random_codes(FORMATS["Q4_1"], 40, 128, packing=packing)
-    assert np.array_equal(packed(codes).matrix(DOWN, 40, 128), codes.dequantize())
+    assert np.array_equal(packed(codes).weights.matrix(DOWN, 40, 128), codes.dequantize())
 
 
 def test_the_largest_codes_and_rows_do_not_overflow(kernels: str) -> None:
@@ -173,22 +173,22 @@ def test_the_largest_codes_and_rows_do_not_overflow(kernels: str) -> None:
         for code in (0, (1 << codes.format.bits) - 1):
             extreme = replace(codes, codes=np.full_like(codes.codes, code))
             x = np.stack([np.ones(512), -np.ones(512), np.tile([1, -1], 256)] * 6).astype(np.float32)  # tiles, too
-            assert np.array_equal(packed(extreme).product(DOWN, x, 32), grouped_product(x, extreme))
+            assert np.array_equal(packed(extreme).weights.product(DOWN, x, 32), grouped_product(x, extreme))
 
 
 def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
     codes = random_codes(FORMATS["Q4_K"], 96, 512)
     model, x = packed(codes, threads=2), rows(70, 512)
-    together = model.product(DOWN, x, 96)
+    together = model.weights.product(DOWN, x, 96)
     for count in (1, 2, 3, 4, 5, 12, 16, 17, 32, 33, 69):
-        assert np.array_equal(model.product(DOWN, x[70 - count :], 96), together[70 - count :])
+        assert np.array_equal(model.weights.product(DOWN, x[70 - count :], 96), together[70 - count :])
 
 
 def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other() -> None:
     codes = random_codes(FORMATS["Q8_0"], 32, 64)
     x = rows(3, 64)
     x[0, 3], x[2, 7] = np.nan, np.inf
-    y = packed(codes).product(DOWN, x, 32)
+    y = packed(codes).weights.product(DOWN, x, 32)
     assert np.isnan(y[0]).all() and np.isnan(y[2]).all() and np.array_equal(y[1:2], grouped_product(x[1:2], codes))
 
 
@@ -241,7 +241,7 @@ def test_a_step_is_that_of_the_dequantized_checkpoint(is_tied: bool, dtype: Any)
     plain = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in codes}
     model = replace(checkpoint, tensors=plain).load(dtype, formats=formats, num_threads=2, worth_a_thread=1)
     for name, one in codes.items():
-        model.set_rows(name, 0, one)
+        model.weights.set_rows(name, 0, one)
     numbers = {name: one.dequantize() for name, one in codes.items()}
     exact = replace(checkpoint, tensors=plain | numbers).logits(tokens(60))
     whole = Run(model).whole(tokens(60))
@@ -261,7 +261,7 @@ def test_q_k_and_v_with_other_factors_are_set_as_numbers() -> None:
     plain = {name: numbers.get(name, one) for name, one in checkpoint.tensors.items() if name not in formats}
     model = replace(checkpoint, tensors=plain).load("float32", formats=formats, num_threads=2, worth_a_thread=1)
     for name in formats:
-        model.set_rows(name, 0, codes[name])
+        model.weights.set_rows(name, 0, codes[name])
     exact = replace(checkpoint, tensors=plain | numbers).logits(tokens(40))
     whole = Run(model).whole(tokens(40))
     assert error(whole, exact) < 1e-3
@@ -275,9 +275,9 @@ def test_another_factor_in_one_product_is_refused() -> None:
     kept = grouped.packable(checkpoint.shape, formats, {up: 2.0})
     assert set(formats) - set(kept) == {gate, up}
     model, codes = checkpoint.load("float32", formats=formats, num_threads=1), quantized(checkpoint, formats)
-    model.set_rows(gate, 0, codes[gate])
+    model.weights.set_rows(gate, 0, codes[gate])
     with pytest.raises(ValueError, match=r"up_proj.weight: factor = 2.0: rows of the same product have 1.0"):
-        model.set_rows(up, 0, replace(codes[up], factor=2.0))
+        model.weights.set_rows(up, 0, replace(codes[up], factor=2.0))
     odd = small_shape(head_dim=26, rotary_dim=26, num_heads=7, num_kv_heads=1)
     formats = formats_of(odd)
     assert v not in grouped.packable(odd, formats, {v: 2.0}) and v in grouped.packable(odd, formats)
@@ -308,7 +308,7 @@ def test_matrices_without_a_format_are_multiplied_beside_packed_ones(kept: str) 
     plain = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in codes}
     model = replace(checkpoint, tensors=plain).load("float32", formats=formats, num_threads=2, worth_a_thread=1)
     for name, one in codes.items():
-        model.set_rows(name, 0, one)
+        model.weights.set_rows(name, 0, one)
     numbers = {name: one.dequantize() for name, one in codes.items()}
     exact = replace(checkpoint, tensors=plain | numbers).logits(tokens(30))
     whole = Run(model).whole(tokens(30))

@@ -79,8 +79,8 @@ def test_quantized_weights_leave_what_makes_keys_and_values_as_it_is(quantizatio
     largest = {"int8": 1e-5, "int4": 3e-4}[quantization]  # rows of 16 bits are multiplied with int4
     for name in SIZES:
         model = checkpoint(name).load(quantization=quantization, num_threads=1)
-        assert model.type_of("model.layers.0.self_attn.kv_b_proj.weight") == "float32"
-        assert model.type_of("model.layers.0.self_attn.kv_a_proj_with_mqa.weight") == quantization
+        assert model.weights.type_of("model.layers.0.self_attn.kv_b_proj.weight") == "float32"
+        assert model.weights.type_of("model.layers.0.self_attn.kv_a_proj_with_mqa.weight") == quantization
         kept = checkpoint(name).kept_by(model)
         assert error(Run(model).whole(tokens(40)), kept.logits(tokens(40))) < largest, name
 
@@ -92,7 +92,7 @@ def test_rows_of_the_matrix_of_keys_and_values_may_come_in_parts() -> None:
     for index in (0, 1):
         name = f"model.layers.{index}.self_attn.kv_b_proj.weight"
         for first in range(0, len(made.tensors[name]), 7):
-            model.set_tensor_rows(name, first, made.tensors[name][first : first + 7])
+            model.weights.set_tensor_rows(name, first, made.tensors[name][first : first + 7])
     assert np.array_equal(Run(model).whole(tokens(9)), whole)
 
 

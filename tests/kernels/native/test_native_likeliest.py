@@ -57,7 +57,8 @@ class Both(Run):
         def twice(*args: object, logits: Array, **inputs: object) -> None:
             found.append((np.full(len(logits), -1), np.full(len(logits), True)))
             step(*args, likeliest=found[0], **inputs)  # type: ignore[arg-type]
-            self.num_left, self.num_closer = self.model.num_screen_candidates, self.model.num_screen_refined
+            done = self.model.in_library
+            self.num_left, self.num_closer = done.num_screen_candidates, done.num_screen_refined
             step(*args, logits=logits, **inputs)  # type: ignore[arg-type]
 
         self.model.step = twice  # type: ignore[method-assign, assignment]
@@ -209,7 +210,7 @@ def test_up_to_512_rows_have_a_screen_and_its_memory_is_part_of_the_steps(instru
         assert 512 <= left < MOST_LEFT * 512 if count == 512 else left == -1
     with_it = [model.step_bytes(600, count) for count in (0, 512, 513)]
     with pytest.raises(NonFiniteError):
-        model.set_tensor("lm_head.weight", np.full((LARGE, 64), np.nan, np.float32))
+        model.weights.set_tensor("lm_head.weight", np.full((LARGE, 64), np.nan, np.float32))
     its_part = [num - model.step_bytes(600, count) for num, count in zip(with_it, (0, 512, 513), strict=True)]
     of_panels = NUM_PANELS * 512 * (4 + 1 / 8)  # what is seen of a row, and a mark
     assert its_part[0] == 0 and its_part[1] == its_part[2] and of_panels <= its_part[1] <= 1.2 * of_panels
@@ -243,7 +244,7 @@ def test_a_screen_tells_the_same_with_all_instructions_of_avx512() -> None:
 def test_a_screens_rows_are_padded_to_whole_registers_in_amx_alone(instruction_set: str) -> None:
     quads = 16 if "amx" in instruction_set else 14
     model = large(instruction_set=instruction_set, hidden_size=54)
-    assert model.screen_bytes == NUM_PANELS * (32 * 4 * quads + 4 * 32 + 2 * 4)
+    assert model.weights.screen_bytes == NUM_PANELS * (32 * 4 * quads + 4 * 32 + 2 * 4)
 
 
 def one_token_leads(head: Array) -> None:
@@ -320,7 +321,7 @@ def what_the_head_multiplies(model: NativeModel, token: int) -> Array:
     """[hidden], of a sequence of that token; the head is another one then."""
     head = np.zeros((LARGE, 64), np.float32)
     head[:64] = np.eye(64)
-    model.set_tensor("lm_head.weight", head)
+    model.weights.set_tensor("lm_head.weight", head)
     return np.asarray(Run(model).step({0: [token]})[0][0, :64].astype(np.float64))
 
 
@@ -329,7 +330,7 @@ def test_rows_have_their_tokens_whose_largest_logits_are_far_below_those_before(
     model, head = large(dtype), large_checkpoint().tensors["lm_head.weight"].copy()
     x = what_the_head_multiplies(model, 5)
     head[20_000] = 1.5 * np.linalg.norm(head[0]) / np.linalg.norm(x) * x
-    model.set_tensor("lm_head.weight", head)
+    model.weights.set_tensor("lm_head.weight", head)
     run = Both(model)
     for step in range(3):
         assert set(run.of({100 * step + i: [5] for i in range(33)})[0]) == {20_000}
@@ -346,7 +347,7 @@ def test_columns_of_no_token_are_no_logits_where_all_of_a_row_s_are_below_nothin
     head = (-low * draw.uniform(1.0, 2.0, (LARGE, 1)) / np.linalg.norm(low)).astype(np.float32)
     across = high - (high @ low) / (low @ low) * low
     head[20_000] = 40 * across / np.linalg.norm(across) - 3 * low / np.linalg.norm(low)
-    model.set_tensor("lm_head.weight", head)
+    model.weights.set_tensor("lm_head.weight", head)
     run = Both(model)
     for step in range(3):
         assert set(run.of({100 * step + i: [5] for i in range(33)})[0]) == {20_000}
@@ -382,7 +383,7 @@ def test_what_is_missed_is_allowed_for_even_where_all_of_it_goes_the_same_way(
     model = large("float32", instruction_set, num_threads=1)
     norm = large_checkpoint().tensors["model.norm.weight"].copy()
     norm[0] *= 40 if beyond else 1
-    model.set_tensor("model.norm.weight", norm)
+    model.weights.set_tensor("model.norm.weight", norm)
     x, head = what_the_head_multiplies(model, 5), np.zeros((LARGE, 64), np.float32)
     scale = min(abs(x).max(), 4 * np.sqrt((x * x).mean())) / 127
     whole = np.rint(x / scale) * scale
@@ -391,7 +392,7 @@ def test_what_is_missed_is_allowed_for_even_where_all_of_it_goes_the_same_way(
     in_int8 = np.rint(head[ahead] / STEP) * STEP @ whole
     straight = np.rint(127 * x / abs(x).max())  # nothing is missed of it, or little
     head[behind] = straight * (0.3 * in_int8 + 0.7 * (head[ahead] @ x)) / (straight @ x)
-    model.set_tensor("lm_head.weight", head)
+    model.weights.set_tensor("lm_head.weight", head)
     assert in_int8 < head[behind] @ x < head[ahead] @ x
     ids, _, right, _ = Both(model).of({0: [5]})
     assert ids.tolist() == right.tolist() == [ahead]
@@ -435,16 +436,17 @@ def test_rows_beside_one_that_is_no_number_have_their_tokens_and_none_takes_none
 
 def test_a_screen_is_made_of_large_heads_alone_and_counted_beside_the_weights() -> None:
     whole, quantized = large(), large_checkpoint().load("bfloat16", quantization="int8")
-    assert whole.screen_bytes == NUM_PANELS * (32 * 64 + 4 * 32 + 2 * 4)
-    assert whole.has_screen("lm_head.weight") and not whole.has_screen("model.norm.weight")
-    assert quantized.screen_bytes == load().screen_bytes == 0 and whole.weights_bytes > LARGE * 64 * 2
+    assert whole.weights.screen_bytes == NUM_PANELS * (32 * 64 + 4 * 32 + 2 * 4)
+    assert whole.weights.has_screen("lm_head.weight") and not whole.weights.has_screen("model.norm.weight")
+    assert quantized.weights.screen_bytes == load().weights.screen_bytes == 0
+    assert whole.weights.num_bytes > LARGE * 64 * 2
 
 
 def test_a_head_that_is_set_again_has_a_screen_of_its_new_numbers() -> None:
     model = large()
     head = large_checkpoint().tensors["lm_head.weight"]
-    model.set_tensor("lm_head.weight", np.roll(head, 9_000, 0))
+    model.weights.set_tensor("lm_head.weight", np.roll(head, 9_000, 0))
     check_rows(model, FEW)
     with pytest.raises(NonFiniteError):
-        model.set_tensor("lm_head.weight", np.full_like(head, np.nan))
-    assert model.screen_bytes == 0
+        model.weights.set_tensor("lm_head.weight", np.full_like(head, np.nan))
+    assert model.weights.screen_bytes == 0

@@ -125,7 +125,7 @@ def test_no_bit_of_a_row_depends_on_the_adapters_of_others(dtype: DType, instruc
     slots = {sequence: (sequence * 5) % 9 for sequence in range(33)}
     prompts = {sequence: tokens(4 + sequence % 5, sequence) for sequence in slots}
     for is_split in (False, True):
-        model.assume_split(is_split)
+        model.in_library.assume_split(is_split)
         together = Run(model, adapters=slots)
         together.step({s: prompts[s][:-3] for s in slots})
         for back in (3, 2, 1):  # rows that decode, the last beside a prompt

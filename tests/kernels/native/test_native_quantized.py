@@ -56,24 +56,24 @@ def test_int8_rows_are_the_nearest_multiples_of_a_scale_that_reaches_their_large
     for name in ("tied", "untied, biases", "odd sizes"):
         model = load(name, "int8", dtype, instruction_set)
         for tensor_name, tensor in checkpoint(name).tensors.items():
-            if tensor.ndim == 2 and model.type_of(tensor_name) == "int8":
-                assert np.array_equal(model.matrix(tensor_name, *tensor.shape), in_int8(tensor))
+            if tensor.ndim == 2 and model.weights.type_of(tensor_name) == "int8":
+                assert np.array_equal(model.weights.matrix(tensor_name, *tensor.shape), in_int8(tensor))
 
 
 def test_an_embedding_that_is_not_the_head_stays_as_it_is_and_the_head_of_int4_is_int8() -> None:
     untied, tied = load("untied, biases", "int4"), load("tied", "int4")
     names = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", DOWN)
-    assert [untied.type_of(name) for name in names] == ["bfloat16", "int8", "bfloat16", "int4"]
-    assert tied.type_of("model.embed_tokens.weight") == "int8"
+    assert [untied.weights.type_of(name) for name in names] == ["bfloat16", "int8", "bfloat16", "int4"]
+    assert tied.weights.type_of("model.embed_tokens.weight") == "int8"
     with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight: not a matrix"):
-        untied.matrix("model.embed_tokens.weight", 70, 64)
+        untied.weights.matrix("model.embed_tokens.weight", 70, 64)
 
 
 @pytest.mark.parametrize("group_size", [20, 32, 72, 400])
 def test_int4_groups_are_levels_of_one_scale_and_nearer_than_by_their_largest_number_alone(group_size: int) -> None:
     tensor = checkpoint("tied").tensors[DOWN]
     model = checkpoint("tied").load("bfloat16", quantization="int4", group_size=group_size, num_threads=1)
-    kept = model.matrix(DOWN, *tensor.shape)
+    kept = model.weights.matrix(DOWN, *tensor.shape)
     for begin in range(0, tensor.shape[1], group_size):
         group, found = tensor[:, begin : begin + group_size], kept[:, begin : begin + group_size]
         largest = np.take_along_axis(group, np.abs(group).argmax(1)[:, None], 1)
@@ -88,7 +88,7 @@ def test_all_instruction_sets_keep_the_same_numbers() -> None:
     for model in ("odd sizes", "untied, biases"):
         for form in ("int8", "int4", "int4 in groups of 20"):
             shape = checkpoint(model).tensors[DOWN].shape
-            kept = [load(model, form, "bfloat16", name).matrix(DOWN, *shape) for name in AVAILABLE]
+            kept = [load(model, form, "bfloat16", name).weights.matrix(DOWN, *shape) for name in AVAILABLE]
             assert all(np.array_equal(numbers, kept[0]) for numbers in kept)
 
 
@@ -98,8 +98,8 @@ def test_rows_of_zeros_and_of_next_to_nothing_become_zeros(quantization: Quantiz
     tensor = made.tensors[DOWN].copy()
     tensor[3], tensor[4], tensor[5, :40], tensor[6] = 0.0, 1e-39, 0.0, 1e20
     model = made.load("float32", quantization=quantization, num_threads=1)
-    model.set_tensor(DOWN, tensor)
-    kept = model.matrix(DOWN, *tensor.shape)
+    model.weights.set_tensor(DOWN, tensor)
+    kept = model.weights.matrix(DOWN, *tensor.shape)
     assert not kept[3:5].any() and not kept[5, :32].any() and kept[5, 40:].any()
     np.testing.assert_allclose(kept[6], tensor[6], rtol=0.01)
 
@@ -113,7 +113,7 @@ def test_a_tensor_that_holds_no_number_is_refused_by_name(quantization: Quantiza
         tensor = made.tensors[DOWN].copy()
         tensor[63, column] = bad
         with pytest.raises(NonFiniteError, match=DOWN):
-            model.set_tensor(DOWN, tensor)
+            model.weights.set_tensor(DOWN, tensor)
 
 
 def test_weights_are_counted_with_their_scales() -> None:
@@ -128,7 +128,7 @@ def test_weights_are_counted_with_their_scales() -> None:
         ({"quantization": "int4"}, numbers / 2 + 2 * numbers / 32, by_group),
         ({"quantization": "int4", "group_size": 40}, numbers / 2 + 2 * 2 * rows, by_row),
     ):
-        assert made.load("bfloat16", num_threads=1, **settings).weights_bytes == expected + in_head + norms
+        assert made.load("bfloat16", num_threads=1, **settings).weights.num_bytes == expected + in_head + norms
     with pytest.raises(ValueError, match="group_size = 33: must be even"):
         made.load("bfloat16", quantization="int4", group_size=33)
 
@@ -144,7 +144,7 @@ def test_logits_are_those_of_float64_with_the_numbers_that_are_kept(name: str, f
     for dtype, near in (("float32", 2e-6), ("bfloat16", 0.01)):
         model = load(name, form, dtype, instruction_set)  # type: ignore[arg-type]
         exact = checkpoint(name).kept_by(model).logits(tokens(300))
-        if model.formats:
+        if model.weights.formats:
             near = max(near, 2e-4)  # rows have 16 bits
         if model.cache_dtype == "int8":
             near = 0.01  # another rounding before it, and a number is the next multiple
@@ -296,5 +296,5 @@ def test_keys_and_values_that_are_no_numbers_are_not_hidden(part: str) -> None:
     name = f"model.layers.0.self_attn.{part}_proj.weight"
     for cache_dtype in ("float32", "int8"):
         model = made.load("float32", cache_dtype=cache_dtype, num_threads=1)
-        model.set_tensor(name, np.full_like(made.tensors[name], 3e38))
+        model.weights.set_tensor(name, np.full_like(made.tensors[name], 3e38))
         assert np.isnan(Run(model).whole(tokens(3))).all()

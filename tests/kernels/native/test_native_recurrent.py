@@ -126,7 +126,7 @@ def test_rows_without_logits_change_the_state_of_their_sequence(name: str) -> No
 def test_the_rows_of_a_step_may_be_split_between_two_threads() -> None:
     name = "delta nets and gated attention"
     model, other = load(name, "float32", "avx2"), load(name, "float32", "avx2")
-    model.assume_split(True)
+    model.in_library.assume_split(True)
     runs = [Run(model), Run(other)]
     for run in runs:
         run.step({sequence: tokens(3 + sequence, sequence) for sequence in range(9)})

@@ -206,7 +206,7 @@ def run(
 ) -> tuple[Array, list[int]]:
     """Logits of three steps of decoding rows, in two of them beside a prompt, of which no logits are asked for in the
     last one; and how many bytes each has fetched."""
-    model.assume_retained(num_kept)
+    model.in_library.assume_retained(num_kept)
     going = Run(model, num_blocks=2 * NUM_SEQUENCES * -(-(num_context + 30) // block_size), block_size=block_size)
     draw = np.random.default_rng(5)
     vocabulary = model.shape.vocab_size
@@ -219,7 +219,7 @@ def run(
         if turn and has_prompt:
             parts[NUM_SEQUENCES] = draw.integers(0, vocabulary, 23).tolist()
         given += list(going.step(parts, asked).values())
-        fetched.append(model.kv_prefetched_bytes)
+        fetched.append(model.in_library.kv_prefetched_bytes)
     return np.concatenate(given), fetched
 
 
@@ -296,11 +296,11 @@ def test_what_is_fetched_of_a_layer_is_half_of_what_is_kept() -> None:
 def test_one_tile_of_rows_and_blocks_smaller_than_tiles_fetch_nothing() -> None:
     model = load()
     assert run(model, PLENTY, block_size=8)[1] == [0, 0, 0]
-    model.assume_retained(PLENTY)
+    model.in_library.assume_retained(PLENTY)
     going = Run(model)
     going.step({s: list(range(5)) for s in range(3)})
     going.step({s: [1] for s in range(3)})
-    assert model.kv_prefetched_bytes == 0
+    assert model.in_library.kv_prefetched_bytes == 0
 
 
 def test_one_layer_has_none_to_fetch_for() -> None:

@@ -22,8 +22,8 @@ import millrace.stages.loading.early as early
 import millrace.stages.loading.native_model as native_model
 from millrace.kernels.native import build, loading, machine
 from millrace.kernels.native.errors import NativeUnavailableError
-from millrace.kernels.native.model import NativeModel
 from millrace.kernels.native.shape import Array
+from millrace.kernels.native.weights import NativeWeights
 from millrace.model.checkpoint import hub
 from millrace.model.demo import WEIGHTS
 from millrace.model.errors import CheckpointError, TemplateError
@@ -55,7 +55,7 @@ def test_weights_are_read_in_calls_that_tell_their_bytes(monkeypatch: pytest.Mon
     expected: list[dict[str, int]] = []
     monkeypatch.setattr(begun.phases.progress, "expect", expected.append)
     native = begun.result().native_model
-    assert native is not None and native.result().weights_bytes > 0
+    assert native is not None and native.result().weights.num_bytes > 0
     begun.close()
     size = (WEIGHTS / "model.safetensors").stat().st_size
     assert {name for name, _ in told} == set(expected[0]) == {"model.safetensors"}
@@ -103,7 +103,7 @@ def test_an_engine_goes_on_with_what_was_opened_before_it_was_made() -> None:
 
     begun = opening(SMALL)
     model = begun.result().native_model
-    assert model is not None and model.result().weights_bytes > 0  # before there is an engine
+    assert model is not None and model.result().weights.num_bytes > 0  # before there is an engine
     engine = Engine(SMALL, opening=begun)
     tokens = asyncio.run(answer(engine))
     assert len(tokens) == 8 and tokens == asyncio.run(answer(Engine(SMALL)))
@@ -131,10 +131,10 @@ def test_weights_are_packed_before_torch_or_an_engine_is_imported() -> None:
 def test_waiting_for_packing_ends_while_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
 
-    def pack(model: NativeModel, mapped: Mapping[str, Array]) -> None:
+    def pack(weights: NativeWeights, mapped: Mapping[str, Array]) -> None:
         assert go_on.wait(10)
 
-    monkeypatch.setattr(NativeModel, "set_mapped_tensors", pack)
+    monkeypatch.setattr(NativeWeights, "set_mapped_tensors", pack)
     begun = opening(SMALL)
     began = time.monotonic()
     begun.wait_until_packing(10)
@@ -231,16 +231,16 @@ def test_of_tensors_at_odd_places_no_two_are_copied_at_once(tmp_path: Path, monk
     size = int.from_bytes(content[:8], "little")
     file.write_bytes((size + 1).to_bytes(8, "little") + content[8 : 8 + size] + b" " + content[8 + size :])
     num_set = []
-    set_tensor = NativeModel.set_tensor
+    set_tensor = NativeWeights.set_tensor
     monkeypatch.setattr(
-        NativeModel, "set_tensor", lambda model, name, data: (num_set.append(name), set_tensor(model, name, data))
+        NativeWeights, "set_tensor", lambda its, name, data: (num_set.append(name), set_tensor(its, name, data))
     )
     begun = [opening(replace(SMALL, model=model)) for model in (None, str(tmp_path))]
     plain, odd = (cast("Any", one.result().native_model).result() for one in begun)
     assert len(num_set) > 10  # by itself each
     name = "model.layers.0.mlp.up_proj.weight"
     rows, columns = plain.shape.layers[0].intermediate_size, plain.shape.hidden_size
-    assert np.array_equal(plain.matrix(name, rows, columns), odd.matrix(name, rows, columns))
+    assert np.array_equal(plain.weights.matrix(name, rows, columns), odd.weights.matrix(name, rows, columns))
     for one in begun:
         one.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.kernels.native import build, loading, machine
-from millrace.kernels.native.model import NativeModel
+from millrace.kernels.native.weights import NativeWeights
 from millrace.model.demo import WEIGHTS
 from millrace.stages import LLM, SamplingParams
 
@@ -35,7 +35,7 @@ def test_the_bundled_models_answers_are_the_same_from_a_sixth_less_memory(monkey
     if loading.load_best()[0] not in ("amx", "avx512_bf16"):
         pytest.skip("no engine here multiplies bf16 as such")
     coded, coded_bytes = answers()
-    monkeypatch.setattr(NativeModel, "encode_bf16_12bit", lambda model: None)
+    monkeypatch.setattr(NativeWeights, "encode_bf16_12bit", lambda model: None)
     plain, plain_bytes = answers()
     assert coded == plain and len(set(coded)) == len(PROMPTS)
     assert coded_bytes < 0.85 * plain_bytes
@@ -43,9 +43,9 @@ def test_the_bundled_models_answers_are_the_same_from_a_sixth_less_memory(monkey
 
 
 def test_without_memory_for_it_an_engine_starts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lack(model: NativeModel) -> None:
+    def lack(weights: NativeWeights) -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(NativeModel, "encode_bf16_12bit", lack)
+    monkeypatch.setattr(NativeWeights, "encode_bf16_12bit", lack)
     told, _ = answers()
     assert len(told) == len(PROMPTS)

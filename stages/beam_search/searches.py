@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from ...runtime.pipeline import Pipeline
-from ..detokenize.stage import AnswerText, TextRows
+from ..detokenize.answer_text import AnswerText, TextRows
 from ..errors import Failed, Refused, field_text
 from ..exit.outboxes import Outboxes, RequestOutbox
 from ..messages import Begun, FinishReason, Ints, Prompt, Request, TokenLogprobs

@@ -4,5 +4,5 @@ Owns: the decoder state of each answer, the text held back for a stop string, an
 In: `StepTokens`, from sample; a call from the exit when a request ends.
 Out: `StepText` to the exit, with a `Finish` per ended answer; the exit tells schedule of matched stop strings.
 Imports: the root of `stages`, `runtime`.
-Start with: `stage.py`; `stop_strings.py` matches stop strings.
+Start with: `stage.py`, then `answer_text.py` for one answer; `stop_strings.py` matches stop strings.
 """

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import copy
-import string
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,54 +19,20 @@ from ...runtime.stage import Context, Crash, Outlet, Stage
 from ..array_checks import equal, is_zero
 from ..messages import (
     Begun,
-    Bools,
-    Finish,
-    FinishReason,
     Indices,
     Ints,
     Started,
     StepText,
     StepTokens,
-    TokenLogprobs,
-    TopLogprobs,
 )
 from ..params import SamplingParams
-from .stop_strings import StopMatcher
+from .answer_text import AnswerText, DecodesIncrementally, Scored, TextRows, TextTableProtocol
 from .token_gaps import TokenGaps
+from .token_traits import ANY, NOT_PLAIN, token_traits
 
-NOT_PLAIN = 1 << 63  # trait: the text depends on the tokens before
-ANY = 1 << 62  # trait of every token; the lower bits are the character classes in its text
 ROWS_AT_ONCE = 64  # slow rows between two yields to the event loop: a few hundred microseconds
-TEXTS_AT_ONCE = 8192  # whose characters are classified: more take tens of MB that the heap keeps
-
-Scored = tuple[TopLogprobs, int, bool]  # of a token; the time it came in µs, and whether it was drafted
 
 log = get_logger("millrace.stages")
-
-
-class DecodesIncrementally(Protocol):
-    """Decodes the tokens of one answer to text, in whole characters."""
-
-    def push(self, token_id: int) -> str:
-        """Adds a token. Returns the text that is complete now."""
-
-    def flush(self) -> str:
-        """Returns the rest, at the end of the answer."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the text of a plain token may be taken from the table without a push."""
-
-
-class TextTableProtocol(Protocol):
-    """The text of each of T tokens alone. If `is_plain[i]`, it is `texts[i]` in every context."""
-
-    @property
-    def texts(self) -> Sequence[str]: ...
-    @property
-    def bytes(self) -> Sequence[bytes]: ...  # a special token's bytes are its name
-    @property
-    def is_plain(self) -> Bools: ...  # [T]
 
 
 class Detokenize(Stage[StepTokens, StepText]):
@@ -291,172 +255,6 @@ class Detokenize(Stage[StepTokens, StepText]):
             self._sequence_ids[sequence.slot] = -1
 
 
-def token_traits(texts: Sequence[str]) -> NDArray[np.uint64]:
-    """[len(texts)] the character classes in each text, one bit each, and the bit ANY."""
-    parts = [_traits_of(texts[begin : begin + TEXTS_AT_ONCE]) for begin in range(0, len(texts), TEXTS_AT_ONCE)]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
-
-
-def _traits_of(texts: Sequence[str]) -> NDArray[np.uint64]:
-    codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
-    classes = _CHARACTER_CLASS[np.minimum(codes, 128)]
-    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
-    traits = np.full(len(texts), ANY, np.uint64)
-    is_spelled = np.diff(ends, prepend=0) > 0
-    if len(codes):
-        starts = np.concatenate([[0], ends[:-1]])[is_spelled]
-        traits[is_spelled] |= np.bitwise_or.reduceat(np.left_shift(np.uint64(1), classes), starts)
-    return traits
-
-
-def _classes_of(characters: Iterable[str]) -> int:
-    """The classes of some characters, one bit each."""
-    bits = 0
-    for character in characters:
-        bits |= 1 << int(_CHARACTER_CLASS[min(ord(character), 128)])
-    return bits
-
-
-def _character_classes() -> NDArray[np.uint64]:
-    """[129] the class of each ASCII character, and of all others.
-
-    A letter shares its class with its other case. Each whitespace and punctuation character, with which stop strings
-    often begin, has its own class. All remaining characters share one.
-    """
-    classes = np.full(129, 61, np.uint64)
-    for index, character in enumerate(string.punctuation + " \n\t"):
-        classes[ord(character)] = index
-    for index, (lower, upper) in enumerate(zip(string.ascii_lowercase, string.ascii_uppercase, strict=True), 35):
-        classes[[ord(lower), ord(upper)]] = index
-    return classes
-
-
-_CHARACTER_CLASS = _character_classes()
-
-
 def _is_drafted(slots: Indices, row: int) -> bool:
     """Whether the token in a row is an accepted draft: another token of its sequence follows in the step."""
     return row + 1 < len(slots) and bool(slots[row + 1] == slots[row])
-
-
-@dataclass(slots=True)
-class TextRows:
-    """The rows of a `StepText` under construction."""
-
-    sequence_ids: list[int]
-    texts: list[str]
-    token_ids: list[int]
-    finishes: dict[int, Finish] = field(default_factory=dict)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-
-    def add(
-        self, sequence_id: int, text: str, token_id: int, finish: Finish | None, logprobs: TokenLogprobs | None
-    ) -> None:
-        row = len(self.texts)
-        self.sequence_ids.append(sequence_id)
-        self.texts.append(text)
-        self.token_ids.append(token_id)
-        if finish is not None:
-            self.finishes[row] = finish
-        if logprobs is not None:
-            self.logprobs[row] = logprobs
-
-    def message(self, step: int, begun: dict[int, Begun], step_tokens: StepTokens | None = None) -> StepText:
-        """The message, with the prompt_logprobs and progress of `step_tokens`."""
-        return StepText(
-            step,
-            self.sequence_ids,
-            self.texts,
-            self.token_ids,
-            self.finishes,
-            self.logprobs,
-            begun,
-            prompt_logprobs=() if step_tokens is None else step_tokens.prompt_logprobs,
-            progress=() if step_tokens is None else step_tokens.progress,
-        )
-
-
-class AnswerText:
-    """The decoder and stop matcher of one answer."""
-
-    __slots__ = (
-        "_decoder",
-        "_matcher",
-        "_params",
-        "_table",
-        "_usual_cares",
-        "last_token_us",
-        "next_place",
-        "num_preempted",
-        "request_id",
-        "slot",
-    )
-
-    def __init__(
-        self, request_id: str, table: TextTableProtocol, decoder: DecodesIncrementally, params: SamplingParams
-    ) -> None:
-        self.request_id = request_id
-        self.slot: int | None = None
-        self.next_place = 0  # valid without a slot, like the next attribute
-        self.last_token_us = 0  # time of its last token
-        self.num_preempted = 0
-        self._table = table
-        self._params = params
-        self._decoder = decoder
-        self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
-        self._usual_cares = ANY if params.logprobs is not None else NOT_PLAIN | _classes_of(s[0] for s in params.stop)
-
-    def fork(self) -> AnswerText:
-        """An independent copy that has read the same tokens."""
-        twin = copy.copy(self)
-        twin._decoder, twin._matcher = copy.deepcopy((self._decoder, self._matcher))
-        return twin
-
-    @property
-    def wanted_traits(self) -> int:
-        """The traits that make the next token's row slow."""
-        is_idle = self._decoder.is_idle and (self._matcher is None or self._matcher.is_idle)
-        return self._usual_cares if is_idle else ANY
-
-    def read(
-        self, token_id: int, place: int, finish_reason: int, scored: Scored | None
-    ) -> tuple[str, Finish | None, TokenLogprobs | None]:
-        """Returns the text to send, the finish if the answer ended, and requested logprobs."""
-        params = self._params
-        if params.max_tokens == 0 and finish_reason != FinishReason.ERROR:
-            return "", Finish(FinishReason.LENGTH), None
-        is_ended = finish_reason != FinishReason.NONE
-        is_shown = finish_reason == FinishReason.NONE or finish_reason == FinishReason.LENGTH
-        is_shown |= finish_reason == FinishReason.STOP and params.include_stop_str_in_output
-        text = self._decoder.push(token_id) if is_shown else ""
-        if is_ended:
-            text += self._decoder.flush()
-        logprobs = None if scored is None else self._logprobs(token_id, text, *scored)
-        matched = None
-        if self._matcher is not None and finish_reason == FinishReason.ERROR:
-            text = self._matcher.flush() + text  # the token means nothing, so no stop string turns this into an answer
-        elif self._matcher is not None and place >= params.min_tokens:
-            text, matched = self._matcher.push(text)
-            if is_ended and matched is None:
-                text += self._matcher.flush()
-        if matched is not None:
-            return text, Finish(FinishReason.STOP, matched), logprobs
-        if not is_ended:
-            return text, None, logprobs
-        is_stop_id = finish_reason == FinishReason.STOP and token_id in params.stop_token_ids
-        return text, Finish(FinishReason(finish_reason), token_id if is_stop_id else None), logprobs
-
-    def _logprobs(self, token_id: int, text: str, top: TopLogprobs, now_us: int, is_drafted: bool) -> TokenLogprobs:
-        """The token's logprobs. `text` is what it added, so that joined texts equal the answer."""
-        alternatives = tuple(
-            (other, text if other == token_id else self._name(other), self._bytes(other), logprob)
-            for other, logprob in zip(top.token_ids, top.logprobs, strict=True)
-        )
-        token_bytes = self._bytes(token_id)
-        return TokenLogprobs(token_id, text, token_bytes, top.chosen, top.rank, alternatives, now_us, is_drafted)
-
-    def _name(self, token_id: int) -> str:
-        return self._bytes(token_id).decode("utf-8", "replace")
-
-    def _bytes(self, token_id: int) -> bytes:
-        return self._table.bytes[token_id] if token_id < len(self._table.bytes) else b""

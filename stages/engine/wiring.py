@@ -26,7 +26,8 @@ from ..allocate.stage import Allocate
 from ..allocate.tiers.host_tier import HostTier
 from ..beam_search.searches import BeamSearches
 from ..config import EngineConfig
-from ..detokenize.stage import AnswerText, DecodesIncrementally, Detokenize, TextTableProtocol
+from ..detokenize.answer_text import AnswerText, DecodesIncrementally, TextTableProtocol
+from ..detokenize.stage import Detokenize
 from ..device.device import Device
 from ..encode.stage import Encode
 from ..errors import ConfigError, Overloaded

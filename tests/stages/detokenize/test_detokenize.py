@@ -14,7 +14,8 @@ from millrace.runtime.simulation.testing import sim_test
 from millrace.runtime.stage import Context
 from millrace.runtime.trace.tracer import Tracer
 from millrace.runtime.wakeups import WakeupBatch
-from millrace.stages.detokenize.stage import ANY, NOT_PLAIN, Detokenize, token_traits
+from millrace.stages.detokenize.stage import Detokenize
+from millrace.stages.detokenize.token_traits import ANY, NOT_PLAIN, token_traits
 from millrace.stages.exit.outboxes import RequestOutbox
 from millrace.stages.messages import Finish, FinishReason, StepText, TopLogprobs
 from tests.stages.front import EOS, ByteText, Collected, request, started, step

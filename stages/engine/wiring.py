@@ -40,7 +40,7 @@ from ..messages import Ints, Request
 from ..outputs import ModelInfo
 from ..params import SamplingParams
 from ..pipeline import build_encoder_pipeline, build_pipeline
-from ..recordings.format import RecordedEngine
+from ..recordings.recorded_engine import RecordedEngine
 from ..recordings.writer import RecordingWriter
 from ..request_limits import MAX_CHARS_PER_TOKEN, RequestLimits
 from ..sample.stage import Sample

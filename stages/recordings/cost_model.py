@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ..messages import StepDone, TokenRequest
 from ..schedule.step_timing.step_time_model import StepContents, least_squares
-from .field_values import InvalidValue, MessageFields
-from .format import Fields, RecordedEngine, read_engine
+from .field_values import Fields, InvalidValue, MessageFields
 from .reader import AllocateCall, Recording, RecordingError, ScheduleCall
+from .recorded_engine import RecordedEngine, read_engine
 
 VERSION = 1
 LEAST_STEPS = 64  # a fit of fewer steps would be unreliable

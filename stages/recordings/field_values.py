@@ -11,6 +11,8 @@ import numpy as np
 
 from ..messages import Ints
 
+Fields = dict[str, Any]  # of a message: plain values and arrays
+
 
 class InvalidValue(ValueError):
     """An invalid value in a recording. The message names it and the valid values."""

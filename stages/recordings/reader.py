@@ -14,18 +14,10 @@ from typing import Any, BinaryIO
 import orjson
 
 from ..messages import Guess, Rates, StepDone, StepVoid, TokenRequest
-from .field_values import InvalidValue, MessageFields
-from .format import (
-    VERSION,
-    Fields,
-    RecordedEngine,
-    UnchangedFields,
-    read_add,
-    read_done,
-    read_engine,
-    read_guess,
-)
+from .field_values import Fields, InvalidValue, MessageFields
+from .format import VERSION, UnchangedFields, read_add, read_done, read_guess
 from .format import read_void as _read_void
+from .recorded_engine import RecordedEngine, read_engine
 from .repetition import Repetition, read_repeats
 
 MAX_LINE_BYTES = 64 * 2**20

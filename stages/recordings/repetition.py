@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from ..config import MAX_SPECULATIVE_TOKENS
 from ..messages import Indices, Ints, StepDone, TokenRequest
 from ..schedule.speculation import may_draft
-from .field_values import InvalidValue, MessageFields
-from .format import Fields, RecordedEngine
+from .field_values import Fields, InvalidValue, MessageFields
+from .recorded_engine import RecordedEngine
 
 MOST_RIGHT = MAX_SPECULATIVE_TOKENS  # the most right drafts counted at a place
 PLACES_AT_ONCE = 4096  # whose drafts are compared together: 2 MiB

@@ -29,9 +29,10 @@ from ..schedule.ngram_drafter import GuessesTokens
 from ..schedule.policy import BUILT_IN, AgeingPriority, Policy
 from ..schedule.scheduler import StepLimits
 from ..schedule.stage import Schedule
-from .field_values import shown
-from .format import Fields, RecordedEngine, grant_fields, plain, plan_fields, report_fields
+from .field_values import Fields, shown
+from .format import grant_fields, plain, plan_fields, report_fields
 from .reader import AllocateCall, CacheResetCall, Call, Recording, RecordingError, ReportTaken, ScheduleCall
+from .recorded_engine import RecordedEngine
 
 STAGES_REFUSE = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError)
 

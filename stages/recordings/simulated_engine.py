@@ -27,7 +27,7 @@ from ..routing.reported_load import load_of
 from ..schedule.policy import Policy
 from ..schedule.step_timing.step_time_model import StepTimeCosts
 from .cost_model import CostModel
-from .format import RecordedEngine
+from .recorded_engine import RecordedEngine
 from .repetition import Repetition
 from .replay import ReplayedCore
 from .simulated_device import SimulatedDevice, SimulatedDrafter, SimulatedStep

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..schedule.policy import Policy
 from .cost_model import CostModel
-from .format import RecordedEngine
+from .recorded_engine import RecordedEngine
 from .simulated_engine import AdmissionLimits, SimulatedEngine
 from .simulation_result import SimulationResult
 from .workloads import Workload

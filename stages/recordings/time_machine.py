@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..schedule.policy import Policy
-from .format import Fields, RecordedEngine
+from .field_values import Fields
 from .memory_state import MemoryState, memory_state
 from .reader import AllocateCall, Call, Recording, RecordingError, RecordingReader, ScheduleCall
+from .recorded_engine import RecordedEngine
 from .replay import Decision, Replay, ReplayedCore
 
 WHY = {

@@ -20,10 +20,9 @@ from ...runtime.env.env import Env
 from ...runtime.env.log import get_logger
 from ...runtime.workers.worker import Worker
 from ..messages import Guess, Ints, PlanReport, Rates, StepDone, StepGrant, StepPlan, StepVoid, TokenRequest
+from .field_values import Fields
 from .format import (
     VERSION,
-    Fields,
-    RecordedEngine,
     UnchangedFields,
     add_fields,
     done_fields,
@@ -33,6 +32,7 @@ from .format import (
     report_fields,
     void_fields,
 )
+from .recorded_engine import RecordedEngine
 from .repetition import AnswerHistory
 from .token_masking import TokenMasking
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from millrace.stages.messages import TokenRequest
 from millrace.stages.recordings.cost_model import CostModel
-from millrace.stages.recordings.format import RecordedEngine
+from millrace.stages.recordings.recorded_engine import RecordedEngine
 from millrace.stages.recordings.simulated_engine import AdmissionLimits
 from millrace.stages.recordings.simulation import Simulation
 from millrace.stages.recordings.simulation_result import SimulationResult

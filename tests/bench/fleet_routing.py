@@ -30,7 +30,7 @@ from millrace.deploy.cli.simulate.group_processes import EnginesInProcess
 from millrace.stages.recordings.cost_model import CostModel
 from millrace.stages.recordings.fleet.engine_group import EngineGroup, EnginesHere
 from millrace.stages.recordings.fleet.fleet_simulation import FleetSimulation
-from millrace.stages.recordings.format import RecordedEngine
+from millrace.stages.recordings.recorded_engine import RecordedEngine
 from millrace.stages.recordings.simulated_engine import AdmissionLimits
 from millrace.stages.recordings.workloads import Workload, WorkloadRequest, read_trace
 from millrace.stages.routing.policies import POLICIES

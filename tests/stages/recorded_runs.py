@@ -14,7 +14,7 @@ from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.config import EngineConfig
 from millrace.stages.messages import Prompt, Request
 from millrace.stages.params import SamplingParams
-from millrace.stages.recordings.format import RecordedEngine
+from millrace.stages.recordings.recorded_engine import RecordedEngine
 from millrace.stages.testing.scripted.engine import Script, ScriptedPipeline, scripted_pipeline
 
 ENGINE = RecordedEngine(  # to simulate

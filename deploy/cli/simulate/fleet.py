@@ -12,7 +12,7 @@ from ....stages.recordings.cost_model import CostModel
 from ....stages.recordings.fleet.engine_group import EngineGroup, EnginesHere
 from ....stages.recordings.fleet.fleet_simulation import FleetSimulation
 from ....stages.recordings.fleet.presence import Death, Scaling
-from ....stages.recordings.format import RecordedEngine
+from ....stages.recordings.recorded_engine import RecordedEngine
 from ....stages.recordings.simulated_engine import AdmissionLimits
 from ....stages.recordings.workloads import Workload
 from ....stages.routing.policies import POLICIES

@@ -10,7 +10,7 @@ from typing import Any
 
 from ....stages.recordings.cost_model import CostModel
 from ....stages.recordings.fleet.engine_group import EngineResult, EnginesHere, IntervalReport, Sent
-from ....stages.recordings.format import RecordedEngine
+from ....stages.recordings.recorded_engine import RecordedEngine
 from ....stages.recordings.simulated_engine import AdmissionLimits
 
 

@@ -21,8 +21,8 @@ from ....kernels.layout.kv_layout import KVLayout
 from ....stages.config import EngineConfig
 from ....stages.errors import ConfigError
 from ....stages.recordings.cost_model import FittedCostModel, fit
-from ....stages.recordings.format import RecordedEngine
 from ....stages.recordings.reader import Recording, RecordingError
+from ....stages.recordings.recorded_engine import RecordedEngine
 from ....stages.recordings.simulated_engine import AdmissionLimits
 from ....stages.recordings.simulation import Simulation
 from ....stages.recordings.workloads import Workload, read_trace

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from ...allocate.key_changes import KeyDelta
 from ...routing.engine_load import EngineLoad
 from ..cost_model import CostModel
-from ..format import RecordedEngine
+from ..recorded_engine import RecordedEngine
 from ..simulated_engine import AdmissionLimits, SimulatedEngine
 from ..simulation_result import RequestOutcome, SimulationResult
 from ..workloads import WorkloadRequest

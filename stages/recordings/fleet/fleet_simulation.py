@@ -16,7 +16,7 @@ from ...allocate.prefix_cache import PrefixCache
 from ...routing.policies import ANSWER_TOKENS, DECODE_COST, RoutingPolicy
 from ...routing.router import RoutedRequest, Router
 from ...routing.scaling import EngineWork
-from ..format import RecordedEngine
+from ..recorded_engine import RecordedEngine
 from ..simulation_result import RequestOutcome, SimulationResult, merged
 from ..workloads import Workload, WorkloadRequest
 from .engine_group import EngineGroup, EngineReport, EngineResult, Sent

@@ -16,8 +16,9 @@ from millrace.stages.errors import ConfigError
 from millrace.stages.messages import BlockCopy, Direction, StepGrant, TableEntries
 from millrace.stages.recordings.cost_model import CostModel
 from millrace.stages.recordings.field_values import InvalidValue
-from millrace.stages.recordings.format import grant_fields, plain, read_engine
+from millrace.stages.recordings.format import grant_fields, plain
 from millrace.stages.recordings.memory_state import memory_state
+from millrace.stages.recordings.recorded_engine import read_engine
 from millrace.stages.recordings.replay import ReplayedCore
 from millrace.stages.recordings.simulation import Simulation
 from millrace.stages.recordings.workloads import Workload, WorkloadRequest

@@ -11,7 +11,7 @@ from millrace.stages.recordings.cost_model import CostModel
 from millrace.stages.recordings.fleet.engine_group import EnginesHere
 from millrace.stages.recordings.fleet.fleet_simulation import FleetResult, FleetSimulation
 from millrace.stages.recordings.fleet.presence import Death
-from millrace.stages.recordings.format import RecordedEngine
+from millrace.stages.recordings.recorded_engine import RecordedEngine
 from millrace.stages.recordings.simulation import Simulation
 from millrace.stages.recordings.workloads import Workload, WorkloadRequest
 from millrace.stages.routing.policies import POLICIES

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..device.arrays import Array, arrays_of
 from ..messages import Ints
-from .sampling_math import LogitTiles, Longs, rows_of
+from .logit_tiles import LogitTiles, Longs, rows_of
 
 
 def penalise_repetition(logits: Array, rows: Array, ids: Array, penalty: Array) -> None:

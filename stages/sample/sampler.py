@@ -32,6 +32,7 @@ from ..messages import (
 )
 from . import sampling_math
 from .draft_acceptance import DraftRuns, last_of_each
+from .logit_tiles import rows_of
 from .logits_processor import LogitsProcessor
 from .sampling_math import Longs
 from .slot_params import EDITS, ENDED, GRAMMAR, LOGPROBS, POOLED, THINKING, SlotParams
@@ -130,7 +131,7 @@ class Sampler:
             runs = None if runs is None else runs.take(np.flatnonzero(needs & (ENDED | POOLED) == 0))
             slots, needs = slots[~is_pooled], needs[~is_pooled]
             alive = np.flatnonzero(needs & ENDED == 0)
-            slots, needs, logits = slots[alive], needs[alive], sampling_math.rows_of(logits, alive)
+            slots, needs, logits = slots[alive], needs[alive], rows_of(logits, alive)
             any_needs = any_of(needs)
         places = self.table.num_generated[slots]
         if runs is not None:

@@ -18,6 +18,7 @@ from ..engine_settings import LogprobsMode
 from ..grammar.masks import AllowedTokens
 from ..messages import Bools, Indices, Ints, Started, TopLogprobs
 from . import logit_edits, sampling_math
+from .logit_tiles import rows_of
 from .logits_processor import LogitsProcessor
 from .sampling_math import DrawParams, Longs
 from .slot_params import EDITS, GRAMMAR, LOGPROBS, RANDOM, SlotParams
@@ -109,7 +110,7 @@ class TokenChooser:
         if choice.scored is None or not len(reported):
             return {}
         num_top = self.table.num_logprobs[rows.slots[reported]]
-        found = sampling_math.top_logprobs(sampling_math.rows_of(choice.scored, whole), token_ids[reported], num_top)
+        found = sampling_math.top_logprobs(rows_of(choice.scored, whole), token_ids[reported], num_top)
         return dict(zip(reported.tolist(), found, strict=True))
 
     def read_scores(self, slots: Indices, scores: Ints) -> list[TopLogprobs]:

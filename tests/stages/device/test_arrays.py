@@ -16,9 +16,10 @@ from millrace.stages.device.scored_prompts import LogitsWithPrompts, ScoredChunk
 from millrace.stages.messages import StepTokens
 from millrace.stages.pooling_params import PoolingParams
 from millrace.stages.sample import sampling_math
+from millrace.stages.sample.logit_tiles import LogitTiles
 from millrace.stages.sample.logits_processor import LogitsProcessor
 from millrace.stages.sample.sampler import Sampler
-from millrace.stages.sample.sampling_math import DrawParams, LogitTiles
+from millrace.stages.sample.sampling_math import DrawParams
 from tests.counts import count
 from tests.kernels.draw_rows import draw_rows
 from tests.stages.grants import decode, grant, started

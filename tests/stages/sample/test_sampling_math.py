@@ -15,7 +15,8 @@ from transformers.generation.logits_process import (
 )
 
 from millrace.stages.sample import logit_edits, sampling_math
-from millrace.stages.sample.sampling_math import DrawParams, LogitTiles
+from millrace.stages.sample.logit_tiles import LogitTiles
+from millrace.stages.sample.sampling_math import DrawParams
 from tests.kernels.draw_rows import draw_rows, kept_weights
 
 VOCABS = [1, 2, 100, 127, 128, 129, 8193]

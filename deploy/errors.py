@@ -5,8 +5,9 @@ The client never sees internal details: an unexpected error is described by the 
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..runtime.env.log import get_logger
@@ -22,6 +23,9 @@ from ..stages.errors import (
     error_text,
     field_text,
 )
+
+MAX_COMPARED_CHARS = 128  # of a client's name: comparing takes time in proportion to its square
+ALIKE = 0.75  # of two names, from 0 to 1
 
 MAX_MESSAGE_CHARS = 512
 
@@ -197,6 +201,14 @@ def unforeseen(request_id: str) -> ApiError:
 def wrong_field(name: str, problem: str, shown: str | None = None, code: str = "invalid_value") -> ApiError:
     """The error `name: problem`, or `name = shown: problem`; an API with another name of the field says that."""
     return ApiError(code, field_text(name, problem, shown))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` with the known name that is most like what a client sent, or the empty string."""
+    if len(name) > MAX_COMPARED_CHARS:
+        return ""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=ALIKE)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def shorten(text: str, limit: int) -> str:

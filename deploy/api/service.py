@@ -16,7 +16,7 @@ from ...runtime.pipeline import Health
 from ...runtime.startup.load_progress import LoadProgress, LoadState
 from ...stages.messages import AdapterRef
 from ..config import ServerConfig
-from ..errors import ApiError, not_serving, shorten, wrong_field
+from ..errors import ApiError, did_you_mean, not_serving, shorten, wrong_field
 from ..metrics.watchdog import Watchdog
 from .chat_format import ChatFormat, check_parsers
 from .fronts import Fronts
@@ -161,6 +161,7 @@ class Service:
                 problem = "is a LoRA adapter, and adapters do not serve embeddings"
                 raise wrong_field("model", problem, shorten(repr(name), 128), code="model_not_found")
             near = "" if adapters is None else adapters.near_misses(name)
+            near = near or did_you_mean(name, self.model_names)
             problem = f"not served here{near}; GET /v1/models lists the served names"
             raise wrong_field("model", problem, shorten(repr(name), 128), code="model_not_found")
 

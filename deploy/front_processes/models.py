@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from ..config import ServerConfig
-from ..errors import ApiError, shorten, wrong_field
+from ..errors import ApiError, did_you_mean, shorten, wrong_field
 from ..http.body_reader import FORMS, read_ahead
 from ..http.json_limits import INLINE_BYTES, JsonLimits, parse_object
 from .words import FrontState
@@ -41,7 +41,7 @@ class ModelFronts:
         found = [state.number for state in self._states if not names.isdisjoint(state.models)]
         if not found:
             served = ", ".join(self.names[:MAX_NAMES]) + (" and others" if len(self.names) > MAX_NAMES else "")
-            problem = f"not served here; the models are {served}"
+            problem = f"not served here{did_you_mean(wanted, self.names)}; the models are {served}"
             raise wrong_field("model", problem, shorten(repr(wanted), 128), code="model_not_found")
         return found
 

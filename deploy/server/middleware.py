@@ -15,7 +15,7 @@ from ..api.dialects.tgi import TGI_STREAM_PATH, tgi_error
 from ..api.messages.events import MESSAGES_PATH, error_body
 from ..api.ollama.lines import OLLAMA_PREFIX, ollama_error
 from ..api.service import Service
-from ..errors import ApiError, describe, not_serving, shorten, unforeseen
+from ..errors import ApiError, describe, did_you_mean, not_serving, shorten, unforeseen
 from ..http.api_keys import ApiKeys
 from ..http.connections import error_response
 from ..http.origin_check import OriginCheck
@@ -81,7 +81,8 @@ def _of_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
     """The error for an exception of aiohttp itself, such as an unknown route or a wrong method."""
     match error.status:
         case 404:
-            return ApiError("not_found", "there is no such route")
+            paths = [resource.canonical for resource in request.app.router.resources()]
+            return ApiError("not_found", f"there is no such route{did_you_mean(request.path, paths)}")
         case 405:
             allowed = error.headers.get("Allow", "")
             return ApiError("method_not_allowed", f"this route accepts {allowed}", headers={"Allow": allowed})

@@ -219,6 +219,28 @@ def test_an_unknown_model_is_404_on_every_route(server: RunningServer):
         assert server.post(path, asked | {"model": "scripted"}).status == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/model", "/v1/models"),
+        ("/Health", "/health"),
+        ("/nothing/like/it", None),
+        ("/" + "v1" * 2000, None),
+    ],
+)
+def test_a_mistyped_route_names_the_one_that_is_most_like_it(server: RunningServer, path: str, meant: str | None):
+    near = "" if meant is None else f"; did you mean {meant}?"
+    answer = server.get(path)
+    assert (answer.status, answer.error["message"]) == (404, f"there is no such route{near}")
+
+
+def test_a_mistyped_model_names_the_one_that_is_most_like_it(server: RunningServer):
+    for name, near in (("scriptd", "; did you mean scripted?"), ("other", ""), ("scripted" * 40, "")):
+        message = server.post(TEXT, {"prompt": "a", "model": name}).error["message"]
+        assert message.endswith(f": not served here{near}; GET /v1/models lists the served names")
+
+
 def test_unknown_fields_are_dropped_and_listed(server: RunningServer):
     answer = server.post(TEXT, body_for(TEXT, kv_transfer_params={}, user="u", metadata={"a": 1}, **{"a\r\nb": 1}))
     assert answer.status == 200

@@ -144,7 +144,7 @@ def test_a_mixed_batch_answers_as_the_merged_checkpoints_do_and_its_recording_re
 
 
 FORMS = [Linear, EvenLinear, WidenedLinear]
-if linear_form(torch.device("cpu"), torch.float32, 1) is PackedLinear:
+if linear_form(torch.device("cpu"), torch.float32, 1) is PackedLinear and torch.ops.mkldnn._is_mkldnn_bf16_supported():
     FORMS.append(PackedLinear)
 
 

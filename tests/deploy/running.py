@@ -163,6 +163,11 @@ class Answer:
         return [part[6:] if part == "data: [DONE]" else json.loads(part[6:]) for part in parts[:-1]]
 
 
+def heeds_interrupts() -> None:
+    """For `preexec_fn`: a process heeds SIGINT also where the tests run in a shell's background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def free_port() -> int:
     """A free port."""
     with socket.socket() as probe:

@@ -14,7 +14,7 @@ import pytest
 
 from millrace.deploy.cli.main import main
 from millrace.stages.testing.scripted.engine import scripted_engine
-from tests.deploy.running import RunningServer
+from tests.deploy.running import RunningServer, heeds_interrupts
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12"]
 
@@ -85,7 +85,9 @@ def test_chat_answers_each_line_and_remembers(server: RunningServer, capfd, monk
 def test_ctrl_c_ends_a_chat_that_waits_for_a_line(server: RunningServer):
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "millrace", "chat", "--url", server.url]
-    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as chat:
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heeds_interrupts
+    ) as chat:
         try:
             assert chat.stdout is not None and chat.stdout.read(2) == b"> "
             chat.send_signal(signal.SIGINT)

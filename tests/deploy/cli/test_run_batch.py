@@ -22,7 +22,7 @@ from millrace.deploy.cli import run_batch
 from millrace.deploy.cli.batch_file import READ_AHEAD, BadBatchLine, BatchLine, LineReader, parse
 from millrace.deploy.cli.main import main
 from tests.counts import FULL
-from tests.deploy.running import ROOT, RunningServer
+from tests.deploy.running import ROOT, RunningServer, heeds_interrupts
 
 MIB = 1024 * 1024
 CACHED = ("prompt_tokens_details", "input_tokens_details")  # the second request finds the first one's prefix
@@ -302,11 +302,6 @@ def test_unusable_files_are_reported_before_the_model_is_loaded(tmp_path, capfd)
         assert told in capfd.readouterr().err
     assert there.read_text() == line("a") + "\n"
     assert main(["run-batch", "-i", str(there), "-o", "-", "--max-concurrency", "0"]) == 3
-
-
-def heeds_interrupts() -> None:
-    """Also where the tests run in a shell's background, whose processes do not."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.slow

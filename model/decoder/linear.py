@@ -95,7 +95,8 @@ class WidenedLinear(Linear):
     """A half-precision weight for CPUs that lack half-precision dot products.
 
     A product of one row is bound by memory, so it reads the half-precision weight. Products of more rows are bound by
-    arithmetic, so they use a packed float32 copy. Both sum in float32 and round the result once.
+    arithmetic, so they use a packed float32 copy. Both sum in float32 and round the result once, to the weight's dtype
+    also where x [M, K] is an unrounded product.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -103,7 +104,7 @@ class WidenedLinear(Linear):
         self._wide = PackedLinear(weight.float(), None if bias is None else bias.float())
 
     def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x) if x.shape[0] == 1 else self._wide(x.float()).to(x.dtype)
+        return super().__call__(x) if x.shape[0] == 1 else self._wide(x.float()).to(self._columns.dtype)
 
     def unrounded(self, x: Tensor) -> Tensor:
         return super().__call__(x) if x.shape[0] == 1 else self._wide(x.float())

@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 
 from millrace.kernels.layout.work_lists import AttentionShape
 from millrace.kernels.reference import kernel_set
+from millrace.model.decoder import weights
 from millrace.model.decoder.decoder import Decoder
 from millrace.model.decoder.kv_cache import KVCache
 from millrace.model.decoder.linear import Linear, PackedLinear, WidenedLinear
 from tests.model.checkpoints import FAMILIES, make_checkpoint
+from tests.model.sharding.test_ranks import made
 from tests.model.stepping import greedy, load_decoder
 
 NUM_NEW = 12
@@ -219,6 +221,26 @@ def test_every_form_of_a_linear_computes_the_same(
     torch.testing.assert_close(linear(x).double(), product, **tolerance)
     torch.testing.assert_close(linear.unrounded(x).double(), product, **tolerance)
     torch.testing.assert_close(linear.add_to(residual.clone(), x).double(), residual.double() + product, **tolerance)
+    if form is WidenedLinear and num_rows > 1:
+        assert linear.unrounded(x).dtype == torch.float32 and linear(x.float()).dtype == dtype
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])  # products are normed, and scaled, before they are added
+def test_the_residual_keeps_its_dtype_beside_widened_weights(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 97, "num_attention_heads": 4}
+    options |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40}
+    root = made(family, tmp_path, options | ({"residual_multiplier": 0.5} if family == "granite" else {}))
+
+    def logits(form: type[Linear], dtype: torch.dtype) -> Tensor:
+        monkeypatch.setattr(weights, "linear_form", lambda *_, **__: form)
+        decoded = greedy(load_decoder(root, dtype=dtype), [[1, 2, 3, 4, 5], [6, 7, 8]], 1)
+        return torch.stack([sequence.logits[0] for sequence in decoded])
+
+    torch.testing.assert_close(
+        logits(WidenedLinear, torch.bfloat16), logits(Linear, torch.float32), rtol=2**-4, atol=0.05
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -19,8 +19,8 @@ SOURCE = (".py", ".h", ".cpp")  # a code span with such an ending names a file o
 IN_MANY_ROOMS = ("__init__.py", "stage.py", "bodies.py")  # file names that stand for one in each room
 FOREIGN = {  # program -> flags of it that a page may name
     "docker": {"--build", "--build-arg", "--gpus", "--read-only", "--rm", "--tmpfs"},
-    "helm": {"--reuse-values", "--set", "--values"},
-    "kubectl": {"--from-file"},
+    "helm": {"--reset-then-reuse-values", "--reuse-values", "--set", "--values"},
+    "kubectl": {"--from-file", "--output", "--selector"},
     "pip": {"--editable", "--index-url", "--no-build-isolation", "--no-deps"},
     "npm": {"--prefix"},
     "systemctl": {"--now"},

@@ -14,24 +14,77 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
+{{- /* The name of an image. */}}
 {{- define "millrace.image" -}}
-{{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ .Values.image.tag }}{{ end }}
+{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag }}{{ end }}
 {{- end }}
 
-{{- /* What millrace.yaml holds: the settings that the chart needs win over `settings`. */}}
+{{- /* What millrace.yaml holds: the settings that the chart needs win over `settings`. Fronts of several models have each
+from its engines. */}}
 {{- define "millrace.settings" -}}
-{{- $own := dict "host" "0.0.0.0" "port" 8000 "shutdown_timeout_s" .Values.shutdownSeconds "download_dir" "/models" }}
-{{- if .Values.model }}{{ $_ := set $own "model" .Values.model }}{{ end }}
+{{- $own := dict "host" "0.0.0.0" "port" 8000 "shutdown_timeout_s" .Values.shutdownSeconds "lame_duck_s" .Values.lameDuckSeconds "download_dir" "/models" }}
+{{- if and .Values.model (not (include "millrace.hasModels" .)) }}{{ $_ := set $own "model" .Values.model }}{{ end }}
 {{- if .Values.apiKeys.secret }}{{ $_ := set $own "api_key_file" (printf "/etc/millrace/keys/%s" .Values.apiKeys.key) }}{{ end }}
+{{- if .Values.adminKeys.secret }}{{ $_ := set $own "admin_key_file" (printf "/etc/millrace/admin-keys/%s" .Values.adminKeys.key) }}{{ end }}
 {{- if .Values.allowNoKey }}{{ $_ := set $own "allow_no_key" true }}{{ end }}
 {{- toYaml (merge $own .Values.settings) }}
 {{- end }}
 
-{{- /* What engine.yaml holds, of the engines of a fleet. */}}
+{{- /* The groups of engines of a fleet as JSON, the one of `fleet.engines` first: what a group leaves out is as there. */}}
+{{- define "millrace.groups" -}}
+{{- $v := .Values -}}
+{{- $first := dict "where" "fleet" "component" "engine" "engines" $v.fleet.engines "labels" $v.fleet.labels "image" $v.image "model" $v.model "modelName" $v.fleet.modelName "engineSettings" $v.fleet.engineSettings "resources" $v.resources "gpus" $v.gpus "nodeSelector" $v.nodeSelector "tolerations" $v.tolerations "affinity" $v.affinity -}}
+{{- $groups := list $first -}}
+{{- range $name, $given := $v.fleet.groups -}}
+{{- if $given -}}
+{{- $group := deepCopy $first -}}
+{{- range $key, $value := $given }}{{ $_ := set $group $key $value }}{{ end -}}
+{{- $_ := set $group "where" (printf "fleet.groups.%s" $name) -}}
+{{- $_ := set $group "component" (printf "engine-%s" $name) -}}
+{{- $_ := set $group "labels" ($given.labels | default dict) -}}
+{{- $settings := deepCopy $v.fleet.engineSettings -}}
+{{- range $key, $value := $given.engineSettings }}{{ $_ := set $settings $key $value }}{{ end -}}
+{{- $_ := set $group "engineSettings" $settings -}}
+{{- $image := deepCopy $v.image -}}
+{{- if hasKey ($given.image | default dict) "tag" }}{{ $_ := set $image "digest" "" }}{{ end -}}
+{{- range $key, $value := $given.image }}{{ $_ := set $image $key $value }}{{ end -}}
+{{- $_ := set $group "image" $image -}}
+{{- $groups = append $groups $group -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $groups -}}
+{{- end }}
+
+{{- /* Not empty if the groups of engines serve several models. */}}
+{{- define "millrace.hasModels" -}}
+{{- if eq .Values.topology "fleet" -}}
+{{- $names := list -}}
+{{- range include "millrace.groups" . | fromJsonArray }}{{ $names = append $names .modelName }}{{ end -}}
+{{- if gt (len (uniq $names)) 1 }}yes{{ end -}}
+{{- end -}}
+{{- end }}
+
+{{- /* A selector of the pods, or the Services, of all engines of a fleet. */}}
+{{- define "millrace.allEngines" -}}
+{{- $components := list -}}
+{{- range include "millrace.groups" . | fromJsonArray }}{{ $components = append $components .component }}{{ end -}}
+matchLabels:
+  {{- include "millrace.selector" . | nindent 2 }}
+{{- if eq (len $components) 1 }}
+  app.kubernetes.io/component: engine
+{{- else }}
+matchExpressions:
+  - {key: app.kubernetes.io/component, operator: In, values: [{{ join ", " $components }}]}
+{{- end }}
+{{- end }}
+
+{{- /* What the file of a group of engines holds. */}}
 {{- define "millrace.engineSettings" -}}
-{{- $own := dict "shutdown_timeout_s" .Values.shutdownSeconds "download_dir" "/models" }}
-{{- if .Values.model }}{{ $_ := set $own "model" .Values.model }}{{ end }}
-{{- toYaml (merge $own .Values.fleet.engineSettings) }}
+{{- $v := .root.Values -}}
+{{- $own := dict "shutdown_timeout_s" $v.shutdownSeconds "download_dir" "/models" }}
+{{- if .group.model }}{{ $_ := set $own "model" .group.model }}{{ end }}
+{{- if .group.modelName }}{{ $_ := set $own "served_model_name" (list .group.modelName) }}{{ end }}
+{{- toYaml (merge $own .group.engineSettings) }}
 {{- end }}
 
 {{- /* The arguments of `millrace engine` and `millrace route` for the key and the certificates of a fleet, as JSON. */}}
@@ -58,14 +111,21 @@ httpGet:
 {{- end }}
 
 {{- /* The pod of `root` whose container runs `args`; only one that serves has a port and probes. In a fleet its `role` is
-route or engine: an engine serves fronts, and its pages are probed. */}}
+route, or that of a `group` of engines: an engine serves fronts, and its pages are probed. */}}
 {{- define "millrace.pod" -}}
 {{- $v := .root.Values -}}
-{{- $isEngine := eq (.role | default "") "engine" -}}
+{{- $isEngine := not (empty .group) -}}
 {{- $isRoute := eq (.role | default "") "route" -}}
+{{- $group := .group | default $v -}}
 {{- $hasKeys := and $v.apiKeys.secret (not $isEngine) -}}
-{{- $gpus := ternary 0 (int $v.gpus) $isRoute -}}
-{{- $resources := ternary $v.fleet.routeResources $v.resources $isRoute -}}
+{{- $hasAdminKeys := and $v.adminKeys.secret .serves (not $isEngine) -}}
+{{- $gpus := ternary 0 (int $group.gpus) $isRoute -}}
+{{- $resources := ternary $v.fleet.routeResources $group.resources $isRoute -}}
+{{- /* A front reads the text files of models: a folder is in the claim, and a claim that is full has downloads too. */}}
+{{- $reads := or $v.models.readOnly (hasPrefix "/models" $v.model) -}}
+{{- range include "millrace.groups" .root | fromJsonArray }}{{ if hasPrefix "/models" .model }}{{ $reads = true }}{{ end }}{{ end -}}
+{{- $hasClaim := and $v.models.claim (or (not $isRoute) $reads) -}}
+{{- $readsOnly := or $v.models.readOnly (and $isRoute $hasClaim) -}}
 metadata:
   labels:
     {{- include "millrace.labels" .root | nindent 4 }}
@@ -76,7 +136,11 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
-    checksum/settings: {{ include (ternary "millrace.engineSettings" "millrace.settings" $isEngine) .root | sha256sum }}
+    {{- if $isEngine }}
+    checksum/settings: {{ include "millrace.engineSettings" . | sha256sum }}
+    {{- else }}
+    checksum/settings: {{ include "millrace.settings" .root | sha256sum }}
+    {{- end }}
     {{- with $v.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -96,7 +160,7 @@ spec:
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  terminationGracePeriodSeconds: {{ add $v.preStopSeconds $v.shutdownSeconds 10 }}
+  terminationGracePeriodSeconds: {{ add $v.preStopSeconds $v.lameDuckSeconds $v.shutdownSeconds 15 }}
   securityContext:
     runAsNonRoot: true
     runAsUser: 65532
@@ -106,8 +170,8 @@ spec:
     seccompProfile: {type: RuntimeDefault}
   containers:
     - name: millrace
-      image: {{ include "millrace.image" .root }}
-      imagePullPolicy: {{ $v.image.pullPolicy }}
+      image: {{ include "millrace.image" $group.image }}
+      imagePullPolicy: {{ $group.image.pullPolicy }}
       args: {{ toJson .args }}
       {{- with $v.huggingFaceToken.secret }}
       env:
@@ -124,8 +188,8 @@ spec:
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: {{ div (add $v.startSeconds 4) 5 }}
-      readinessProbe:
-        {{- include "millrace.probe" (dict "root" .root "path" "/health" "port" "metrics") | nindent 8 }}
+      readinessProbe:  # not before a front has it: then the next one may end
+        {{- include "millrace.probe" (dict "root" .root "path" "/health/ready?fronts=1" "port" "metrics") | nindent 8 }}
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: 2
@@ -170,10 +234,13 @@ spec:
         capabilities: {drop: [ALL]}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
-        - {name: models, mountPath: /models{{ if and $v.models.readOnly (not $isRoute) }}, readOnly: true{{ end }}}
+        - {name: models, mountPath: /models{{ if $readsOnly }}, readOnly: true{{ end }}}
         - {name: settings, mountPath: /etc/millrace/settings, readOnly: true}
         {{- if $hasKeys }}
         - {name: keys, mountPath: /etc/millrace/keys, readOnly: true}
+        {{- end }}
+        {{- if $hasAdminKeys }}
+        - {name: admin-keys, mountPath: /etc/millrace/admin-keys, readOnly: true}
         {{- end }}
         {{- if .role }}
         - {name: fleet, mountPath: /etc/millrace/fleet, readOnly: true}
@@ -188,10 +255,10 @@ spec:
     - name: tmp
       emptyDir: {}
     - name: models
-      {{- if $isRoute }}
-      emptyDir: {}
-      {{- else if $v.models.claim }}
+      {{- if $hasClaim }}
       persistentVolumeClaim: {claimName: {{ $v.models.claim }}{{ if $v.models.readOnly }}, readOnly: true{{ end }}}
+      {{- else if $isRoute }}
+      emptyDir: {}
       {{- else }}
       emptyDir: {sizeLimit: {{ $v.models.sizeLimit }}}
       {{- end }}
@@ -225,6 +292,14 @@ spec:
         items:
           - {key: {{ $v.apiKeys.key }}, path: {{ $v.apiKeys.key }}}
     {{- end }}
+    {{- if $hasAdminKeys }}
+    - name: admin-keys
+      secret:
+        secretName: {{ $v.adminKeys.secret }}
+        defaultMode: 0440
+        items:
+          - {key: {{ $v.adminKeys.key }}, path: {{ $v.adminKeys.key }}}
+    {{- end }}
     {{- if or (not .serves) (gt $gpus 1) }}
     - name: shared-memory
       emptyDir: {medium: Memory}
@@ -240,15 +315,15 @@ spec:
           app.kubernetes.io/component: {{ . }}
           {{- end }}
   {{- if not $isRoute }}
-  {{- with $v.nodeSelector }}
+  {{- with $group.nodeSelector }}
   nodeSelector:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with $v.affinity }}
+  {{- with $group.affinity }}
   affinity:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with $v.tolerations }}
+  {{- with $group.tolerations }}
   tolerations:
     {{- toYaml . | nindent 4 }}
   {{- end }}

@@ -13,7 +13,9 @@ CHART = ROOT / "deploy" / "chart"
 VALUES = Path(__file__).parent / "values"
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(path.stem for path in VALUES.glob("*.yaml"))
-SHOWN = {"pods": "keda", "fleet": "keda", "multinode": "gpu"}  # topology -> the values of its golden file
+TOPOLOGIES = ("pods", "fleet", "multinode")
+# topology, or a fleet with groups of engines -> the values of its golden file
+SHOWN = {"pods": "keda", "fleet": "keda", "multinode": "gpu", "canary": "keda", "models": "gpu"}
 # What turns any value file into one of a group of pods; the arguments are the chart's user's.
 MULTINODE = {
     "topology": "multinode",
@@ -25,7 +27,53 @@ FLEET = {
     "topology": "fleet",
     "fleet": {"keySecret": "fleet", "tls": {"secret": "fleet-tls"}, "engineSettings": {"max_num_seqs": 64}},
 }
-CHANGED: dict[str, dict[str, Any]] = {"pods": {}, "fleet": FLEET, "multinode": MULTINODE}
+# The same with a new version that answers a share of the requests, and one that computes copies.
+CANARY = FLEET | {
+    "adminKeys": {"secret": "millrace-admin"},
+    "fleet": FLEET["fleet"]
+    | {
+        "labels": {"version": "v1"},
+        "split": "version=v2:5",
+        "shadow": "version=v3:0.5",
+        "groups": {
+            "canary": {"engines": 1, "labels": {"version": "v2"}, "image": {"tag": "cpu-v2"}},
+            "shadow": {
+                "engines": 1,
+                "labels": {"version": "v3", "zone": "a"},
+                "model": "/models/tuned",
+                "engineSettings": {"max_num_seqs": 64, "threads": 2},
+                "resources": {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "2Gi"}},
+            },
+        },
+    },
+}
+# Fronts and engines of two models, one of which has a canary too.
+MODELS = FLEET | {
+    "autoscaling": {"kind": "none"},
+    "fleet": FLEET["fleet"]
+    | {
+        "modelName": "small",
+        "split": "version=v2:10",
+        "groups": {
+            "large": {"engines": 2, "modelName": "large", "model": "ORG/LARGE", "gpus": 4, "tolerations": []},
+            "large-canary": {
+                "engines": 1,
+                "modelName": "large",
+                "model": "ORG/LARGE",
+                "labels": {"version": "v2"},
+                "engineSettings": {"revision": "v2"},
+                "gpus": 4,
+            },
+        },
+    },
+}
+CHANGED: dict[str, dict[str, Any]] = {
+    "pods": {},
+    "fleet": FLEET,
+    "multinode": MULTINODE,
+    "canary": CANARY,
+    "models": MODELS,
+}
 
 
 def values(name: str, topology: str = "pods") -> dict[str, Any]:

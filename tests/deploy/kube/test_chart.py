@@ -9,12 +9,24 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.kube.chart import CHART, FLEET, GOLDEN, MULTINODE, NAMES, SHOWN, documents, golden, render, values
+from tests.deploy.kube.chart import (
+    CHANGED,
+    CHART,
+    FLEET,
+    GOLDEN,
+    MODELS,
+    MULTINODE,
+    NAMES,
+    SHOWN,
+    documents,
+    golden,
+    render,
+    values,
+)
 from tests.deploy.kube.tools import FOLDER, INSTALL, needs, run
 
 pytestmark = needs("helm")
 
-TOPOLOGIES = ("pods", "fleet", "multinode")
 VERSIONS = ("1.34.0", "1.35.0", "1.36.0", "1.37.0")  # of Kubernetes
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "LeaderWorkerSet"}
 HAS_MODELS = any(FOLDER.glob("venv/lib/python*/site-packages/cloudcoil/models/keda"))
@@ -31,8 +43,8 @@ json.dump([one.model_dump(mode="json", by_alias=True, exclude_unset=True) for on
 
 @pytest.fixture(scope="module")
 def made() -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The objects of each value file in each topology."""
-    return {(name, kind): documents(render(values(name, kind))) for name in NAMES for kind in TOPOLOGIES}
+    """The objects of each value file in each topology, and in fleets with groups of engines."""
+    return {(name, kind): documents(render(values(name, kind))) for name in NAMES for kind in CHANGED}
 
 
 def of_kinds(made: dict[tuple[str, str], list[dict[str, Any]]], kinds: set[str]) -> list[dict[str, Any]]:
@@ -85,6 +97,11 @@ def test_objects_of_keda_and_the_prometheus_operator_have_only_fields_that_these
     assert json.loads(done.stdout) == objects
 
 
+def groups(given: dict[str, Any], **fleet: Any) -> dict[str, Any]:
+    """A fleet with groups of engines."""
+    return FLEET | {"fleet": {"keySecret": "fleet", "groups": given} | fleet}
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
@@ -100,6 +117,39 @@ def test_objects_of_keda_and_the_prometheus_operator_have_only_fields_that_these
             FLEET | {"fleet": {"keySecret": "k", "engineSettings": {"model": "m"}}},
             "fleet.engineSettings.model: the chart sets it itself",
         ),
+        ({"settings": {"lame_duck_s": 9}}, "settings.lame_duck_s: the chart sets it itself"),
+        (groups({"c": {"engines": 1}}), "fleet.groups.c.labels: without one, no share of the requests"),
+        (
+            groups({"c": {"engines": 1, "labels": {"v": "2"}, "engineSettings": {"served_model_name": ["m"]}}}),
+            "fleet.groups.c.engineSettings.served_model_name: the chart sets it itself",
+        ),
+        (
+            groups({"c": {"engines": 1, "labels": {"v": "2"}, "model": "other"}}),
+            "fleet.groups.c.model: fronts refuse engines of another model unless a share goes by their label",
+        ),
+        (groups({"c": {"engines": 63, "labels": {"v": "2"}}}), "fleet.engines: up to 65 engines of the model"),
+        (
+            groups({"c": {"engines": 1, "modelName": "c"}}),
+            "fleet.modelName: others serve another model, so say which these do",
+        ),
+        (FLEET | {"fleet": {"keySecret": "k", "split": "v=2:5"}}, "fleet.split: no engines have the label v=2"),
+        (
+            groups({"c": {"engines": 1, "labels": {"v": "2"}}}, labels={"v": "2"}, shadow="v=2:5"),
+            "fleet.shadow: all engines of the model have the label v=2",
+        ),
+        (
+            groups({"c": {"engines": 1, "labels": {"v": "2"}}}, split="v=2:5", shadow="v=2:5"),
+            "fleet.split: has the label of fleet.shadow",
+        ),
+        (
+            MODELS | {"autoscaling": {"kind": "hpa"}},
+            "autoscaling.kind: scales the engines of one model, and the fleet has several",
+        ),
+        (MODELS | {"settings": {"tokenizer": "t"}}, "settings.tokenizer: is of one model, and the fleet has several"),
+        (
+            FLEET | {"autoscaling": {"kind": "hpa", "maxReplicas": 65}},
+            "fleet.engines: up to 65 engines of the model, with autoscaling and groups",
+        ),
         ({"replcas": 2}, "additional properties 'replcas' not allowed"),
     ],
 )
@@ -107,3 +157,56 @@ def test_values_that_contradict_each_other_are_refused_by_name(changed: dict[str
     text = yaml.safe_dump(values("keys") | changed)
     done = run("helm", "template", "release", CHART, "--values", "-", text=text, code=None)
     assert done.returncode != 0 and reason in done.stderr, done.stderr
+
+
+def test_a_group_that_names_a_release_too_long_for_its_pods_is_refused() -> None:
+    name = "a" * 36  # with "-millrace" and "-engine" 52 characters, the most that a StatefulSet may have
+    command = ("template", name, CHART, "--values", "-")
+    run("helm", *command, text=yaml.safe_dump(values("keys", "fleet")))
+    done = run("helm", *command, text=yaml.safe_dump(values("keys", "canary")), code=None)
+    assert (
+        done.returncode != 0 and "-engine-canary has 59 characters, and that of a StatefulSet at most 52" in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("topology", "said", "unsaid"),
+    [
+        ("pods", ("port-forward service/release-millrace",), ("fleet.", "%")),
+        ("fleet", ("port-forward service/release-millrace",), ("fleet.split", "set fleet.engines to 2")),
+        (
+            "canary",
+            (
+                "5 % of the requests go to the engines with the label version=v2.",
+                "0.5 % of the requests are copied to the engines with the label version=v3,",
+                "/admin/traffic",
+                "--set fleet.groups.NAME=null",
+            ),
+            ("Clients name",),
+        ),
+        ("models", ("Clients name the model: small, large.",), ("copied",)),
+    ],
+)
+def test_the_notes_of_a_release_say_how_its_shares_are_moved(
+    topology: str, said: tuple[str, ...], unsaid: tuple[str, ...]
+) -> None:
+    command = ("install", "release", CHART, "--namespace", "llm", "--dry-run=client", "--values", "-")
+    notes = run("helm", *command, text=yaml.safe_dump(values("keys", topology))).stdout.partition("\nNOTES:\n")[2]
+    assert [each for each in said if each not in notes] == [] and [each for each in unsaid if each in notes] == []
+
+
+def test_the_end_of_a_canary_takes_its_objects_and_its_share_away() -> None:
+    command = ("template", "release", CHART, "--values", "-")
+    ended = ("--set", "fleet.groups.canary=null", "--set", "fleet.split=")
+    left = documents(run("helm", *command, *ended, text=yaml.safe_dump(values("keys", "canary"))).stdout)
+    assert not [one for one in left if one["metadata"]["name"].endswith("-canary")]
+    (fronts,) = (one for one in left if one["kind"] == "Deployment")
+    args = fronts["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert "--split" not in args and "--shadow" in args and len([one for one in args if one == "--engine"]) == 2
+
+
+def test_one_engine_without_another_is_told_of_its_upgrades() -> None:
+    command = ("install", "release", CHART, "--dry-run=client", "--set", "fleet.engines=1", "--values", "-")
+    assert (
+        "set fleet.engines to 2 or more" in run("helm", *command, text=yaml.safe_dump(values("keys", "fleet"))).stdout
+    )

@@ -13,6 +13,8 @@ from millrace.deploy.cli import main as cli
 from millrace.deploy.cli.main import STARTUP_ERROR_EXIT_CODE
 from millrace.deploy.cli.serve import STOP_S
 from millrace.deploy.config import ServerConfig
+from millrace.stages.traffic.labels import parse_labels
+from millrace.stages.traffic.traffic_rules import TrafficRules
 from tests.deploy.kube.tools import ROOT, needs, run
 
 FOLDER = ROOT / "deploy" / "systemd"
@@ -44,6 +46,10 @@ def test_each_unit_is_tested() -> None:
 
 
 FLEET = ("millrace-engine@.service", "millrace-route.service")
+CANARY = {  # unit -> the variable in its command, and the drop-in that sets it
+    "millrace-engine@.service": ("LABELS", "engine-canary.conf"),
+    "millrace-route.service": ("TRAFFIC", "route-split.conf"),
+}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +58,8 @@ FLEET = ("millrace-engine@.service", "millrace-route.service")
         *((name, None) for name in UNITS),
         ("millrace.service", "gpu.conf"),
         *((name, "fleet-tls.conf") for name in FLEET),
+        ("millrace-engine@.service", "engine-canary.conf"),
+        ("millrace-route.service", "route-split.conf"),
     ],
 )
 @needs("systemd-analyze", "apt install systemd")
@@ -77,10 +85,18 @@ def test_the_unit_waits_for_the_drain_and_leaves_wrong_settings_alone() -> None:
     assert service["ExecStart"].startswith("/opt/millrace/bin/millrace serve --config ")
 
 
-@pytest.mark.parametrize("has_tls", [False, True])
+def test_the_label_of_the_canary_is_the_one_that_the_front_sends_a_share_to() -> None:
+    engine, front = ((FOLDER / drop_in).read_text() for _, drop_in in CANARY.values())
+    label, split = re.search(r'--label (\S+)"', engine), re.search(r'--split (\S+)"', front)
+    assert label is not None and split is not None
+    rules = TrafficRules.parse(split[1], None)
+    assert rules.group_of(parse_labels("--label", [label[1]])) == "labelled"
+
+
+@pytest.mark.parametrize("has_drop_ins", [False, True])
 @pytest.mark.parametrize("name", FLEET)
 def test_a_unit_of_a_fleet_starts_a_command_that_takes_its_options(
-    name: str, has_tls: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, has_drop_ins: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     service, one, text = unit(name)["Service"], unit()["Service"], (FOLDER / name).read_text()
     assert "Environment=FLEET_TLS=\n" in text
@@ -92,7 +108,12 @@ def test_a_unit_of_a_fleet_starts_a_command_that_takes_its_options(
     alike = set(one) - {"execstart", "watchdogsec", "environment", "statedirectory", "cachedirectory", "loadcredential"}
     assert {key: service[key] for key in alike} == {key: one[key] for key in alike}
     assert ("watchdogsec" in service) == (name == "millrace-route.service"), "an engine sends no signs of life"
-    command = service["ExecStart"].replace("$FLEET_TLS", tls if has_tls else "")
+    command = service["ExecStart"].replace("$FLEET_TLS", tls if has_drop_ins else "")
+    variable, drop_in = CANARY[name]
+    assert f"Environment={variable}=\n" in text
+    (more,) = re.findall(rf'^Environment="{variable}=(.*)"$', (FOLDER / drop_in).read_text(), re.MULTILINE)
+    assert command.count(f"${variable}") == 1
+    command = command.replace(f"${variable}", more if has_drop_ins else "")
     program, *arguments = command.replace("%i", "7000").replace("%d", str(tmp_path)).split()
     assert program == "/opt/millrace/bin/millrace"
     credential, _, source = service["LoadCredential"].partition(":")

@@ -83,6 +83,8 @@ async def _live(
             gc.collect()
             gc.freeze()
             await listener.start()
+            if pages is not None:
+                pages.takes_fronts = True
             stop.on_early = None
             _print_ready(listener, pages)
             manager.ready(f"listening on {_text(listener.address)}")
@@ -147,6 +149,7 @@ async def _pages(engine: EngineServer, host: str, port: int | None) -> AsyncIter
         yield None
         return
     pages = EnginePages(engine, host, port)
+    pages.takes_fronts = False
     try:
         try:
             await pages.start()

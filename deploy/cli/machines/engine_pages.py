@@ -36,6 +36,7 @@ class EnginePages:
         app.router.add_get("/metrics", self._metrics)
         self._runner = ServerRunner(app, self._config, ["/health", "/health/ready", "/health/live"])
         self.url = ""
+        self.takes_fronts = True  # False: the engine is ready, and does not listen yet
 
     async def start(self) -> None:
         """Listens. Raises `ConfigError` if the port cannot be used."""
@@ -55,15 +56,21 @@ class EnginePages:
         With `?fronts=1`, also 503 while no front is connected: so the next engine is not replaced before that.
         """
         engine = self._engine
-        status: str = engine.state
+        status: str = self._state
         if status == "ready" and not engine.num_fronts and request.query.get("fronts", "0") != "0":
             status = "alone"
         body: dict[str, object] = {"status": status, "fronts": engine.num_fronts, "requests": engine.num_live}
         if engine.labels:
             body["labels"] = dict(engine.labels)
         if status != "ready":
-            body["reason"] = engine.reason or "no front is connected"
+            waits = "no front is connected" if self.takes_fronts else "the first requests run"
+            body["reason"] = engine.reason or waits
         return web.json_response(body, status=200 if status == "ready" else 503)
+
+    @property
+    def _state(self) -> str:
+        """The engine's, but loading until fronts may connect."""
+        return "loading" if self._engine.state == "ready" and not self.takes_fronts else self._engine.state
 
     async def _live(self, request: web.Request) -> web.Response:
         """503 for an engine that only a restart helps."""
@@ -76,7 +83,7 @@ class EnginePages:
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client at each scrape."""
         engine = self._engine
-        yield gauge("millrace:engine_ready", "1 while fronts may connect.", float(engine.state == "ready"), {})
+        yield gauge("millrace:engine_ready", "1 while fronts may connect.", float(self._state == "ready"), {})
         text = "What the operator says of the engine, as labels; the value is 1."
         yield gauge("millrace:engine_labels", text, 1.0, label_labels(engine.labels))
         yield gauge("millrace:fronts", "Fronts that are connected.", engine.num_fronts, {})

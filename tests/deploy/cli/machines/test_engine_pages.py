@@ -43,3 +43,22 @@ def test_a_probe_may_ask_that_an_engine_has_a_front_before_it_is_ready(
             await pages.aclose()
 
     asyncio.run(main())
+
+
+def test_an_engine_is_loading_until_it_listens_although_it_is_its_own_front_before() -> None:
+    async def main() -> None:
+        engine = SimpleNamespace(state="ready", reason="", num_fronts=1, num_live=0, labels={})
+        pages = EnginePages(cast(Any, engine), "127.0.0.1", 0)
+        pages.takes_fronts = False
+        await pages.start()
+        try:
+            async with aiohttp.ClientSession() as session:
+                for path in ("/health", "/health/ready?fronts=1"):
+                    async with session.get(pages.url + path) as answer:
+                        body = await answer.json()
+                    told = (answer.status, body["status"], body["reason"])
+                    assert told == (503, "loading", "the first requests run")
+        finally:
+            await pages.aclose()
+
+    asyncio.run(main())

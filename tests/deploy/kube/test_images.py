@@ -85,6 +85,10 @@ def test_the_context_of_a_build_has_every_package_and_nothing_that_is_not_named(
 
 
 @needs("hadolint")
-def test_hadolint_has_no_complaint() -> None:
+def test_hadolint_has_no_complaint_and_would_notice_a_base_without_a_version(tmp_path: Path) -> None:
+    assert {path.name for path in FOLDER.glob("Containerfile*")} == {*FILES}
     for name in FILES:
         run("hadolint", "--no-color", FOLDER / name)
+    (tmp_path / "Containerfile").write_text("FROM debian\n")
+    done = run("hadolint", "--no-color", tmp_path / "Containerfile", code=None)
+    assert done.returncode == 1 and "DL3006" in done.stdout

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ..env.awake_time import AwakeTimeout
 from ..env.log import get_logger
 from .auth import AuthError, FleetKey, Handshake, Role
-from .handshake_turns import HandshakeTurns
+from .handshake_turns import HandshakeTurns, source_of
 from .tls import FleetTls, TlsError
 from .tls_transport import ALERT_RECORD, HANDSHAKE_RECORD, TlsStream
 from .transport import SocketTransport
@@ -170,7 +170,7 @@ class TcpListener:
         self._tls = tls
         self._sock: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        self._pending: dict[asyncio.Task[None], str] = {}  # to the peer's address, in order of arrival
+        self._pending: dict[asyncio.Task[None], str] = {}  # to the peer's source, in order of arrival
         self._tasks: set[asyncio.Task[None]] = set()  # of `_pending`, and those that were ended and still run
         self._refusals = RefusalLog()
         self._turns: HandshakeTurns | None = None  # while it listens
@@ -216,13 +216,13 @@ class TcpListener:
                 self._end_one()
             peer = str(address[0])
             task = loop.create_task(turns.run(peer, partial(self._take, sock, peer, turns)), name="link handshake")
-            self._pending[task] = peer
+            self._pending[task] = source_of(peer)
             self._tasks.add(task)
             task.add_done_callback(partial(self._ended, sock))
             await asyncio.sleep(0)  # NOTE: `sock_accept` does not yield while connections wait
 
     def _end_one(self) -> None:
-        """Ends the oldest connection of an address with the most: a peer with the key needs no time."""
+        """Ends the oldest connection of a source with the most: a peer with the key needs no time."""
         counts = Counter(self._pending.values())
         most = max(counts.values())
         task, peer = next((task, peer) for task, peer in self._pending.items() if counts[peer] == most)

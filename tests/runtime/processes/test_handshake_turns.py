@@ -6,13 +6,14 @@ import asyncio
 import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 import trustme
 
-from millrace.runtime.processes.handshake_turns import ACCEPT_S, CpuBudget, HandshakeTurns, _counted
+from millrace.runtime.processes.handshake_turns import ACCEPT_S, CpuBudget, HandshakeTurns, _counted, source_of
 from millrace.runtime.processes.tcp import _met
 from millrace.runtime.processes.tls import FleetTls
 from millrace.runtime.processes.transport import SocketTransport
@@ -82,6 +83,7 @@ async def test_beyond_the_burst_handshakes_take_turns_and_the_address_that_used_
         busy(1e-3)
 
     await turns.run("a", use)
+    turns.budget.use(1e-3, env.now())
     start_s = env.now()
     tasks = [asyncio.ensure_future(run(*one)) for one in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"))]
     gone = asyncio.ensure_future(run("c", "c1"))
@@ -101,10 +103,89 @@ async def test_far_beyond_the_burst_no_connection_is_accepted_for_a_while(env: S
     turns, start_s = HandshakeTurns(), env.now()
     for _ in range(1_000):
         await turns.may_accept()
-    assert env.now() == start_s and turns.budget.left_s(start_s) == pytest.approx(0.5 - 1_000 * ACCEPT_S)
-    turns.budget.use(1.0, start_s)
+    assert env.now() == start_s and turns.accepting.left_s(start_s) == pytest.approx(0.5 - 1_000 * ACCEPT_S)
+    assert turns.budget.is_whole(start_s), "handshakes have theirs"
+    turns.accepting.use(1.0, start_s)
     await turns.may_accept()
     assert env.now() - start_s == pytest.approx(1.0, abs=0.01), "0.1 s of CPU time at a tenth of a core"
+
+
+@pytest.mark.parametrize("rate", [1_000, 3_000])
+@sim_test(seeds=1)
+async def test_strangers_that_only_connect_leave_a_front_its_turn(env: SimEnv, rate: int) -> None:
+    """Connections come at a fixed rate, and leave as the 32nd newer one comes. The front's is not one that is dropped."""
+    turns, entered_s = HandshakeTurns(), list[float]()
+    turns.budget.use(1.0, env.now())
+    turns.accepting.use(1.0, env.now())
+    queue, waiting = deque[str](), deque[asyncio.Task[None]]()
+
+    async def stranger() -> None:
+        await turns.turn("10.0.0.1")
+        await asyncio.sleep(60.0)
+
+    async def front() -> None:
+        await turns.turn("10.0.0.2")
+        entered_s.append(env.now())
+
+    async def accept() -> None:
+        while True:
+            await turns.may_accept()
+            while not queue:  # noqa: ASYNC110
+                await asyncio.sleep(1.0 / rate)
+            if queue.popleft() == "10.0.0.2":
+                tasks.append(asyncio.ensure_future(turns.run("10.0.0.2", front)))
+            else:
+                waiting.append(asyncio.ensure_future(turns.run("10.0.0.1", stranger)))
+                if len(waiting) > 31:
+                    waiting.popleft().cancel()
+            await asyncio.sleep(0.0)
+
+    tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(accept())]
+    for number in range(rate * 3 // 5):
+        if len(queue) < 32:
+            queue.append("10.0.0.1")
+        if number == rate // 5:
+            queue[-1], dialed_s = "10.0.0.2", env.now()
+        await asyncio.sleep(1.0 / rate)
+    assert entered_s and entered_s[0] - dialed_s <= 2.0, "with a full queue each one waits"
+    for one in [*tasks, *waiting]:
+        one.cancel()
+    await asyncio.wait([*tasks, *waiting])
+    turns.close()
+
+
+@sim_test(seeds=2)
+async def test_fresh_addresses_do_not_keep_one_that_shook_hands_from_its_turn(env: SimEnv) -> None:
+    turns, began = HandshakeTurns(), list[str]()
+
+    async def use() -> None:
+        busy(2e-3)
+
+    async def run(address: str) -> None:
+        await turns.turn(address)
+        began.append(address)
+        turns.budget.use(0.005, env.now())
+
+    await turns.run("front", use)
+    turns.budget.use(1.0, env.now())
+    tasks = [asyncio.ensure_future(run("front"))]
+    for number in range(100):
+        tasks.append(asyncio.ensure_future(run(f"10.0.0.{number}")))
+        await asyncio.sleep(0.01)
+    assert "front" in began[:2]
+    now_s, used_s = env.now(), turns._used_of("front", env.now())
+    assert turns._used_of("front", now_s + 10.0) == pytest.approx(used_s / 2), "what was used is forgotten with time"
+    for one in tasks:
+        one.cancel()
+    await asyncio.wait(tasks)
+    turns.close()
+
+
+def test_a_source_is_an_ipv4_address_or_a_64_bit_network() -> None:
+    assert source_of("10.0.0.1") == source_of("::ffff:10.0.0.1") == "10.0.0.1"
+    assert source_of("2001:db8::1") == source_of("2001:db8::ffff:1") == "2001:db8::/64"
+    assert source_of("2001:db8:0:1::1") == "2001:db8:0:1::/64" and source_of("fe80::1%eth0") == "fe80::/64"
+    assert source_of("name") == "name"
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ Ts = TypeVarTuple("Ts")
 
 NUM_STEPS = 8  # of a limit: a standstill lengthens it by the step in which it began
 LATE_S = 1.0  # a step that ends later than this counts nothing: the loop stood still
-MAX_LATE_STEPS = 64  # then late steps count too, so that each limit ends
+MAX_LATE_STEPS = 16  # then late steps count too, so that each limit ends: after three times its time, and what was late
 
 
 class AwakeTimer:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from millrace.runtime.env.awake_time import AwakeTimeout, AwakeTimer
+from millrace.runtime.env.awake_time import MAX_LATE_STEPS, NUM_STEPS, AwakeTimeout, AwakeTimer
 from millrace.runtime.simulation.env import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 
@@ -39,9 +39,11 @@ async def test_a_standstill_costs_no_limit_its_time_and_leaves_a_step_at_least(e
 async def test_a_loop_that_is_always_late_still_ends_its_limits(env: SimEnv) -> None:
     ended: list[float] = []
     AwakeTimer(8.0, lambda: ended.append(env.now()))
-    for _ in range(100):
+    for _ in range(NUM_STEPS + MAX_LATE_STEPS):
+        assert ended == []
         await asyncio.sleep(0.01)
         env.loop.stand_still(10.0)
+    await asyncio.sleep(0.01)
     assert len(ended) == 1
 
 

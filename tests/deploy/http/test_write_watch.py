@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from millrace.deploy.http.write_watch import WriteWatch
+from millrace.runtime.env.awake_time import MAX_LATE_STEPS, NUM_STEPS
 from millrace.runtime.simulation.env import SimEnv
 from millrace.runtime.simulation.testing import sim_test
 
@@ -42,3 +43,15 @@ async def test_a_standstill_gives_no_write_up(env: SimEnv) -> None:
     await asyncio.sleep(20.0)
     assert stalls == [pytest.approx(began_s + 8.0, abs=2.0)]
     watch.stop()
+
+
+@sim_test(seeds=2)
+async def test_a_loop_that_is_late_at_each_look_still_finds_a_stalled_write(env: SimEnv) -> None:
+    stalls: list[float] = []
+    watch = WriteWatch(8.0, lambda: stalls.append(env.now()))
+    watch.start()
+    watch.waits_since_s = began_s = env.now()
+    for _ in range(100):
+        await asyncio.sleep(0.9)
+        env.loop.stand_still(2.0)
+    assert len(stalls) == 1 and 30.0 <= stalls[0] - began_s <= (MAX_LATE_STEPS + NUM_STEPS + 1) * 3.0

@@ -113,7 +113,7 @@ async def test_far_beyond_the_burst_no_connection_is_accepted_for_a_while(env: S
 @pytest.mark.parametrize("rate", [1_000, 3_000])
 @sim_test(seeds=1)
 async def test_strangers_that_only_connect_leave_a_front_its_turn(env: SimEnv, rate: int) -> None:
-    """Connections come at a fixed rate, and leave as the 32nd newer one comes. The front's is not one that is dropped."""
+    """Connections come at a fixed rate, and leave as the 32nd newer one comes. The front's is not dropped."""
     turns, entered_s = HandshakeTurns(), list[float]()
     turns.budget.use(1.0, env.now())
     turns.accepting.use(1.0, env.now())

@@ -45,12 +45,13 @@ class CoreSet:
         """Sends a prompt where the others of its request are, or to the process that the router chooses.
 
         False if no process takes it now. A prompt whose request waits to be resumed waits with it, and so does a step
-        of a beam search that no process with the search's model takes: those behind it may go to others.
+        of a beam search that no process with the search's model takes: those behind it may go to others. While all
+        processes with that model drain, the step goes to one of them, as what is there ends there.
         """
         routed, loads, split = None, list[CoreLoad](), None
         if prompt.request_id not in self._table:
             adapter, model = adapter_of(prompt), self._table.model_of(prompt.request_id)
-            taking = self._candidates(adapter, model)
+            taking = self._of_begun(adapter, model)
             if not taking and model is not None and self._candidates(adapter):
                 self._table.sent(prompt, None)
                 self.on_waiting()
@@ -83,11 +84,12 @@ class CoreSet:
 
     def has_room(self, core: EngineCore) -> bool:
         """Whether a process takes a prompt now."""
-        return core.is_serving and not core.is_draining and len(core.requests) < core.requests.capacity
+        return not core.is_draining and takes_more(core)
 
     def choose(self, adapter: str, model: str | None = None) -> EngineCore | None:
         """The process in which a request goes on, with the adapter and model of these digests; None: none has room."""
-        index = choose(self._loads(self._candidates(adapter, model)))
+        drains = self.is_hopeless(model)
+        index = choose(self._loads(self._of_begun(adapter, model) if drains else self._candidates(adapter, model)))
         return None if index is None else self.cores[index]
 
     def fits(self, request_id: str, core: EngineCore) -> bool:
@@ -103,10 +105,17 @@ class CoreSet:
         serving = self.serving()
         return bool(serving) and not any(has_model(core, model) for core in serving)
 
-    def _candidates(self, adapter: str, model: str | None = None) -> Sequence[EngineCore]:
+    def _of_begun(self, adapter: str, model: str | None) -> Sequence[EngineCore]:
+        """As `_candidates`; if all processes with a model that was begun drain, those of them."""
+        if model is None or any(has_model(core, model) for core in self.serving()):
+            return self._candidates(adapter, model)
+        return self._candidates(adapter, model, drains=True)
+
+    def _candidates(self, adapter: str, model: str | None = None, *, drains: bool = False) -> Sequence[EngineCore]:
         """Those that may get a request with this adapter and model now. Silent ones only if there are no others."""
         cores = self.cores if self.only is None else (self.only,)
-        with_room = [core for core in cores if self.has_room(core) and can_run(core, adapter, model)]
+        with_room = [core for core in cores if (takes_more(core) if drains else self.has_room(core))]
+        with_room = [core for core in with_room if can_run(core, adapter, model)]
         with_room = self._of_clients(with_room)
         return [core for core in with_room if not core.is_silent] or with_room
 
@@ -134,6 +143,11 @@ class CoreSet:
 def adapter_of(prompt: TokenRequest) -> str:
     """The digest of a prompt's adapter; "" for the base model."""
     return "" if prompt.adapter is None else prompt.adapter.digest
+
+
+def takes_more(core: EngineCore) -> bool:
+    """Whether a process has room for a prompt, also one that drains."""
+    return core.is_serving and not core.is_parting and len(core.requests) < core.requests.capacity
 
 
 def can_run(core: EngineCore, adapter: str, model: str | None) -> bool:

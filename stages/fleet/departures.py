@@ -14,6 +14,7 @@ from .core_set import CoreSet
 from .fleet_requests import FleetRequests
 
 LOOK_S = 0.02  # between two looks at the requests of a process
+EMPTY_S = 0.3  # without a request, until a process counts as empty: a beam search has none between two of its steps
 
 log = get_logger("millrace.stages")
 
@@ -64,9 +65,15 @@ class Departures:
 
     async def _part_in_time(self, core: EngineCore) -> None:
         departure, client = self._departures[core.index], core.client
+        empty_since_s, num_come = self._env.now(), self._table.num_come(core.index)
         # one that died meanwhile has a client again once it is reached: nothing of it is kept
-        while not (departure.at_once or self._table.is_idle(core.index) or core.client is not client):
-            if departure.moves and self._cores.stands_in(core):
+        while not (departure.at_once or core.client is not client):
+            is_idle = self._table.is_idle(core.index)
+            if (is_idle or departure.moves) and self._cores.stands_in(core):
+                break
+            if not is_idle or self._table.num_come(core.index) != num_come:
+                empty_since_s, num_come = self._env.now(), self._table.num_come(core.index)
+            elif not core.is_serving or self._env.now() - empty_since_s >= EMPTY_S:
                 break
             await self._env.sleep(LOOK_S)
         try:

@@ -268,11 +268,13 @@ class FleetProcesses:
         core = self.cores[index]
         if self.hosts.drain_themselves and core.ready is not None:
             self._drain_orders.give(core, by)
+            self._core_changed()
         else:
             self._departures.begin(core, moves=by == "migrate")
 
     def note_draining(self, core: EngineCore, *, migrates: bool) -> None:
         core.is_draining = True
+        self._core_changed()
         self._drain_orders.note_obeyed(core)
         if migrates and self._front is not None:
             self._departures.begin(core, moves=True)
@@ -347,7 +349,7 @@ class FleetProcesses:
         self._set.note_change()
 
     def _core_changed(self) -> None:
-        """A process has ended, or serves again, or has an adapter that others had before."""
+        """A process has ended, drains, or serves again, or has an adapter that others had before."""
         if self.resuming is not None:
             self.resuming.wake()
         self._set.note_change()

@@ -18,14 +18,15 @@ from .dispatcher import CoreLoad, work_of
 class CoreWork:
     """The work of the requests in one engine process, by request, and the sum of it."""
 
-    __slots__ = ("by_request", "total")
+    __slots__ = ("by_request", "num_come", "total")
 
     def __init__(self) -> None:
         self.by_request: dict[str, int] = {}
-        self.total = 0
+        self.total = self.num_come = 0
 
     def set(self, request_id: str, work: int) -> None:
         """A request with this work is there."""
+        self.num_come += request_id not in self.by_request
         self.total += work - self.by_request.get(request_id, 0)
         self.by_request[request_id] = work
 
@@ -98,6 +99,10 @@ class FleetRequests(InflightRequests):
     def is_idle(self, core: int) -> bool:
         """Whether no request is in an engine process."""
         return not self._work[core].by_request
+
+    def num_come(self, core: int) -> int:
+        """How many requests have come to an engine process so far."""
+        return self._work[core].num_come
 
     def abandon_trial(self, request_id: str, core: int) -> None:
         """A suspect was not sent to the process that was to try it: it has passed nothing."""

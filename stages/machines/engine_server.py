@@ -55,6 +55,7 @@ from .front_channels import FanOut, FrontRequests
 from .front_link import FrontLink
 
 MAX_FRONTS = 64
+EMPTY_S = 0.3  # without a request, until a drain is over: a beam search has none between two of its steps
 LINK_TIMEOUT_S = 10.0  # without a sign of life of the other end, if nothing else was asked for
 KEYS_AT_ONCE = 4096  # of a message with the keys that are held already
 
@@ -96,6 +97,7 @@ class EngineServer:
         self.phases = Phases(env.now)
         self.fronts: dict[int, FrontLink] = {}  # all links, also of fronts that have not said what they are
         self.num_fronts_gone = 0
+        self._num_arrived = 0  # prompts
         self.requests = FrontRequests(env.now)
         self.table = FrontTable(config.max_num_seqs)
         self._tokens = FanOut(self.table, self._send, env.now)
@@ -199,6 +201,7 @@ class EngineServer:
     def arrived(self, front: FrontLink, request: TokenRequest) -> None:
         """See `FrontOwner`."""
         assert self._loop is not None
+        self._num_arrived += 1
         self._exit.take(request)
         self._loop.arrived(request)
 
@@ -338,6 +341,7 @@ class EngineServer:
     async def drain(self, timeout_s: float, by: DrainBy = "finish") -> bool:
         """Tells all fronts to send no new requests, and waits for those that are here. Returns whether all ended.
 
+        A beam search that has begun sends its next steps here while no other engine has its model.
         By "migrate" the fronts take their requests back at once, if another engine takes requests, or as soon as one
         does.
         """
@@ -348,11 +352,11 @@ class EngineServer:
                 front.post(Draining())
             front.flush()
         log.info("engine.draining", live=self.num_live, num_fronts=len(self.fronts), timeout_s=timeout_s, by=by)
-        emptied = asyncio.ensure_future(self._exit.wait_until_empty())
+        emptied = asyncio.ensure_future(self._emptied())
         ended = asyncio.ensure_future(self.ended.wait())
         try:
             await asyncio.wait([emptied, ended], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            is_empty = emptied.done()
+            is_empty = emptied.done() or not (ended.done() or self.num_live)
         finally:
             for task in (emptied, ended):
                 task.cancel()
@@ -362,6 +366,16 @@ class EngineServer:
                 front.post(Gone())
                 front.flush()
         return is_empty
+
+    async def _emptied(self) -> None:
+        """Waits until no request is here, and none has come for a while if one may."""
+        while True:
+            await self._exit.wait_until_empty()
+            num_arrived = self._num_arrived
+            if self.fronts:
+                await self._env.sleep(EMPTY_S)
+            if not self.num_live and self._num_arrived == num_arrived:
+                return
 
     async def aclose(self) -> None:
         """Ends all links, so that fronts go on elsewhere, and frees everything. Idempotent."""

@@ -38,7 +38,7 @@ class Core:
 
     def __init__(self, table: FleetRequests, index: int, capacity: int = 2) -> None:
         self.index, self.is_serving, self.is_silent, self.sent = index, True, False, list[str]()
-        self.is_draining, self.model_digest = False, ""
+        self.is_draining, self.is_parting, self.model_digest = False, False, ""
         self.requests: OutboundChannel[TokenRequest] = OutboundChannel("a", capacity, on_send=self._sent)
         self._table = table
 
@@ -201,6 +201,27 @@ def test_a_step_waits_for_the_model_of_its_search_and_lets_others_pass() -> None
     assert cores.choose("", table.model_of("s/1.0")) is None
     a.requests.pay(1)
     assert cores.choose("", table.model_of("s/1.0")) is a
+
+
+def test_a_step_goes_to_a_draining_engine_only_while_no_other_has_its_model() -> None:
+    cores, table, (a, b, c) = fleet(3, capacity=2)
+    a.model_digest = b.model_digest = "v1"
+    c.model_digest = "v2"
+    searching(table)
+    assert cores.send(token_request("s/0.0", 0), a)  # type: ignore[arg-type]
+    a.is_draining = True
+    assert cores.place(token_request("s/1.0", 1)) and b.sent == ["s/1.0"]
+    b.is_draining = True
+    b.is_parting = True
+    assert cores.place(token_request("s/2.0", 2)) and a.sent == ["s/0.0", "s/2.0"]
+    assert cores.place(token_request("r", 3)) and c.sent == ["r"], "no new request goes there"
+    assert cores.place(token_request("s/3.0", 4)) and table.core_of("s/3.0") is None, "it is full"
+    a.requests.pay(1)
+    assert cores.choose("", table.model_of("s/3.0")) is a
+    a.is_parting = True
+    assert cores.choose("", table.model_of("s/3.0")) is None
+    c.is_serving = a.is_parting = False
+    assert cores.place(token_request("s/4.0", 5)) and not cores.place(token_request("q", 6)), "of a single engine"
 
 
 @pytest.mark.parametrize("is_planned", [False, True])

@@ -185,3 +185,53 @@ async def test_a_search_goes_on_with_its_model_in_another_engine_of_it(machines:
         draining = asyncio.ensure_future(machines.servers["b:1"].drain(60.0))
         assert await searching == whole and watched.models["search"] == watched.models["alone"]
         await draining
+
+
+def test_a_search_ends_in_the_last_engine_of_its_model_which_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resuming, "ALONE_S", 0.1)
+
+    @with_machines
+    async def run(machines: ScriptedMachines) -> None:
+        await both(machines)
+        async with machines.front(A, B, traffic=ALL_V2) as engine:
+            await ready(engine)
+            watched = Watched(engine)
+            whole = await search(engine, PROMPT, request_id="alone")
+            searching = asyncio.ensure_future(search(engine, PROMPT))
+            await until(lambda: bool(watched.models["search"]))
+            draining = asyncio.ensure_future(machines.servers["b:1"].drain(60.0))
+            await until(lambda: states(engine)["b"] == "draining")
+            assert await answer(engine, "new") == expected("new"), "of the other model"
+            assert await searching == whole and watched.models["search"] == watched.models["alone"]
+            assert await draining
+
+    run()
+
+
+@with_machines
+async def test_a_search_ends_in_the_only_engine_which_drains(machines: ScriptedMachines) -> None:
+    machines.step_s = 0.01
+    await machines.start("a")
+    async with machines.front(A) as engine:
+        watched = Watched(engine)
+        whole = await search(engine, PROMPT, request_id="alone")
+        searching = asyncio.ensure_future(search(engine, PROMPT))
+        await until(lambda: bool(watched.models["search"]))
+        draining = asyncio.ensure_future(machines.servers["a:1"].drain(60.0))
+        assert await searching == whole
+        assert await draining and states(engine) != {"a": "ready"}
+
+
+@with_machines
+async def test_a_drain_is_seen_by_what_waits_for_its_model(machines: ScriptedMachines) -> None:
+    await both(machines)
+    async with machines.front(A, B, traffic=ALL_V2) as engine:
+        await ready(engine)
+        woken: list[str] = []
+        resuming_now = engine.core.processes.resuming  # type: ignore[attr-defined]
+        assert resuming_now is not None
+        wake, resuming_now.wake = resuming_now.wake, lambda: (woken.append("wake"), wake())
+        draining = asyncio.ensure_future(machines.servers["b:1"].drain(60.0))
+        await until(lambda: states(engine)["b"] == "draining")
+        assert woken, "the time that a step waits begins"
+        await draining

@@ -17,6 +17,7 @@ from .members import FleetMember
 from .strikes import StrikeSpan
 
 GRACE_S = 30.0  # from the end of a strike, for its effects: links that count as lost late, engines that are dialled
+LINKED_GRACE_S = 0.5  # likewise, if all fronts were linked to the engine again when the strike ended
 DEATHS_OF_ONE = 2  # engines that may end under a request before it is given up
 SHOWN_CHARS = 60
 
@@ -75,7 +76,7 @@ def _excuse(
 ) -> StrikeSpan | str | None:
     """What may have made it fail; None if nothing may have."""
     began_s, ended_s = one.began_s, one.ended_s
-    near = [span for span in spans if span.overlaps(began_s, ended_s, GRACE_S)]
+    near = [span for span in spans if span.overlaps(began_s, ended_s, LINKED_GRACE_S if span.is_linked else GRACE_S)]
     for span in near:
         if span.may_fail and span.strike.front == one.front:
             return span

@@ -1,4 +1,4 @@
-"""What is left in the processes of a fleet when no request is: nothing."""
+"""What processes of a fleet say of themselves: that fronts are linked, and at rest that nothing is left."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from .awake_clock import AwakeClock
 from .fleet import ChaosFleet
 from .members import FleetMember
 
@@ -18,6 +19,21 @@ REST_S = 60.0  # until everything is free: links that count as lost, and what wa
 LOOK_S = 0.2
 FREE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 SAMPLE = re.compile(r"^([a-z_:]+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+async def wait_for_fronts(url: str, num_fronts: int, clock: AwakeClock, timeout_s: float) -> int:
+    """Waits until so many fronts are linked to the engine whose pages are at `url`. Returns how many are."""
+    import aiohttp
+
+    deadline, found = clock.now() + timeout_s, 0
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10.0)) as session:
+        while found < num_fronts and clock.now() <= deadline:
+            with suppress(OSError, TimeoutError, aiohttp.ClientError):
+                async with session.get(f"{url}/health") as response:
+                    found = int((await response.json())["fronts"])
+            if found < num_fronts:
+                await asyncio.sleep(LOOK_S)
+    return found
 
 
 async def check_rest(fleet: ChaosFleet, timeout_s: float = REST_S) -> list[str]:

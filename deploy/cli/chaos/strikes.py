@@ -14,6 +14,7 @@ from .fleet import ChaosFleet, end, end_process, engine_name, front_name
 from .members import FleetMember
 from .plan import Plan, Strike
 from .relay import Relay
+from .rest import wait_for_fronts
 
 DELAYS_S = (0.05, 0.5)  # of a delayed link, each piece anew
 JOIN_S = 30.0  # for the links of a strike in turn to be there again
@@ -29,6 +30,7 @@ class StrikeSpan:
     began_s: float
     healed_s: float | None = None
     problems: list[str] = field(default_factory=list)
+    is_linked: bool = False  # whether all fronts were linked to the engine again when it healed
 
     @property
     def may_fail(self) -> bool:
@@ -141,6 +143,16 @@ class Striker:
         span.problems += [] if problem is None else [problem]
         await asyncio.sleep(away_s)
         await self._start(span.strike)
+        if self._plan.in_turn:
+            await self._wait_for_fronts(span)
+
+    async def _wait_for_fronts(self, span: StrikeSpan) -> None:
+        """As an operator does, who takes no other engine away before all fronts have this one again."""
+        num_fronts, url = self._fleet.size.num_fronts, str(self._member(span.strike).ready["metrics"])
+        found = await wait_for_fronts(url, num_fronts, self._clock, JOIN_S)
+        span.is_linked = found >= num_fronts
+        if not span.is_linked:
+            span.problems.append(f"{found} of {num_fronts} fronts were linked to it {JOIN_S:g} s after its start")
 
     async def _upgrade(self, span: StrikeSpan) -> None:
         """An engine ends and another one takes its place; the successor of a front is there before that leaves."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
+from millrace.deploy.cli.chaos.awake_clock import AwakeClock
 from millrace.deploy.cli.chaos.cases import Case, RightChoice
 from millrace.deploy.cli.chaos.checks import check_answers, check_errors, check_logs
 from millrace.deploy.cli.chaos.costs import first_tokens
@@ -15,6 +19,7 @@ from millrace.deploy.cli.chaos.fleet import FleetSize
 from millrace.deploy.cli.chaos.history import ClientRequest
 from millrace.deploy.cli.chaos.link_watch import LinkHistory, LinkSpan
 from millrace.deploy.cli.chaos.plan import parse_strike
+from millrace.deploy.cli.chaos.rest import wait_for_fronts
 from millrace.deploy.cli.chaos.strikes import StrikeSpan
 
 SIZE = FleetSize(2, 2)
@@ -108,6 +113,35 @@ def test_a_503_is_excused_while_all_engines_of_its_front_are_away():
     assert len(check_errors([failed(500, "internal_error")], both, LinkHistory(), SIZE)) == 1
     others = [span("kill engine0", 5.0, None), span("cut front1-engine1", 11.0, 12.0)]
     assert len(check_errors([refused], others, LinkHistory(), SIZE)) == 1
+
+
+def test_a_503_is_not_excused_by_an_upgrade_whose_engine_was_linked_again():
+    refused = failed(503, "loading")  # from 10 to 12
+    first, second = span("upgrade engine0", 1.0, 9.0), span("upgrade engine1", 9.8, 20.0)
+    assert check_errors([refused], [first, second], LinkHistory(), SIZE) == []
+    first.is_linked = True
+    assert len(check_errors([refused], [first, second], LinkHistory(), SIZE)) == 1
+    first.healed_s = 9.9
+    assert check_errors([refused], [first, second], LinkHistory(), SIZE) == [], "the front has just heard of it"
+
+
+@pytest.mark.parametrize(("due", "found"), [(2, 2), (3, 2)])
+def test_the_next_engine_is_struck_once_all_fronts_are_linked_or_after_a_limit(due: int, found: int):
+    asked, clock = iter([0, 0, 1]), AwakeClock()
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"status": "ready", "fronts": next(asked, 2)})
+
+    async def run() -> tuple[int, float]:
+        app = web.Application()
+        app.router.add_get("/health", health)
+        async with TestServer(app) as server:
+            began_s = clock.now()
+            return await wait_for_fronts(str(server.make_url("")).rstrip("/"), due, clock, 1.5), clock.now() - began_s
+
+    linked, waited_s = asyncio.run(run())
+    assert linked == found and next(asked, None) is None
+    assert due == found or waited_s > 1.4
 
 
 def test_a_request_may_be_given_up_after_two_deaths_of_engines_under_it():

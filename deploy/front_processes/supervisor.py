@@ -69,12 +69,12 @@ class ServerPlan:
 class Supervisor:
     """Starts all children, and replaces those that end. Call `open`, `start`, in the end `stop` and `aclose`.
 
-    `failed` is set once a child is given up; `failure` says why.
+    `serves` is set once one front takes requests, `failed` once a child is given up; `failure` says why.
     """
 
     def __init__(self, plan: ServerPlan) -> None:
         self.plan = plan
-        self.failed = asyncio.Event()
+        self.serves, self.failed = asyncio.Event(), asyncio.Event()
         self.models: Sequence[str] = ()
         self.model_impl = ""
         self.port = 0
@@ -247,6 +247,7 @@ class Supervisor:
                 self.models = list(self.plan.models) if own is not None else word.models
                 self.model_impl = word.model_impl
                 self.fronts[number].note_ready()
+                self.serves.set()
             case MetricsTaken():
                 self._metrics.take(number, word)
             case MetricsAsked():

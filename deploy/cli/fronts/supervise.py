@@ -89,11 +89,10 @@ async def _supervise(plan: ServerPlan) -> int:
     stop.on_early = main.cancel
     try:
         supervisor.open()
-        await supervisor.start()
-        stop.on_early = None
-        url = _url(server, supervisor.port)
-        _print_ready(supervisor, url)
-        manager.ready(f"{supervisor.models[0]} on {url}, {server.front_processes} fronts")
+        if await _start(supervisor, stop):
+            url = _url(server, supervisor.port)
+            _print_ready(supervisor, url)
+            manager.ready(f"{supervisor.models[0]} on {url}, {server.front_processes} fronts")
         return await _run(supervisor, stop, manager)
     except asyncio.CancelledError:
         if not stop.event.is_set():
@@ -103,6 +102,30 @@ async def _supervise(plan: ServerPlan) -> int:
     finally:
         await supervisor.aclose()
         stop.close()
+
+
+async def _start(supervisor: Supervisor, stop: StopSignals) -> bool:
+    """Waits until all fronts take requests. False: a signal came before that, and fronts that do are to drain."""
+    starting = asyncio.ensure_future(supervisor.start())
+    leaving = asyncio.ensure_future(_stopped(supervisor, stop))
+    try:
+        await asyncio.wait([starting, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            return False
+        starting.result()
+        stop.on_early = None
+        return True
+    finally:
+        starting.cancel()
+        leaving.cancel()
+        await asyncio.wait([starting, leaving])
+
+
+async def _stopped(supervisor: Supervisor, stop: StopSignals) -> None:
+    """Waits for a signal that ends a server with requests: once one front takes some, there is something to drain."""
+    await supervisor.serves.wait()
+    stop.on_early = None
+    await stop.event.wait()
 
 
 async def _run(supervisor: Supervisor, stop: StopSignals, manager: ServiceManager) -> int:

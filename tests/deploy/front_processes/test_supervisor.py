@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from millrace.deploy.cli.fronts.supervise import _start
+from millrace.deploy.cli.serve import StopSignals
 from millrace.deploy.config import ServerConfig
 from millrace.deploy.front_processes.child_slot import ChildSlot
 from millrace.deploy.front_processes.supervisor import ServerPlan, Supervisor
@@ -68,6 +70,24 @@ async def test_what_a_first_child_cannot_do_is_raised_as_it_says_it() -> None:
     async with supervised(plan(host="localhost")) as supervisor:
         with pytest.raises(ConfigError, match="it has no name"):
             await supervisor.start()
+
+
+@on_loop
+async def test_a_signal_drains_a_front_that_serves_while_another_does_not_start() -> None:
+    async with supervised(plan(host="127.0.0.2")) as supervisor:
+        stop = StopSignals(120.0)
+        stop.on_early = lambda: pytest.fail("it is not early")
+        try:
+            starting = asyncio.create_task(_start(supervisor, stop))
+            await until(lambda: supervisor.serves.is_set() and stop.on_early is None)
+            assert not starting.done()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not await asyncio.wait_for(starting, 60.0)
+            assert supervisor.fronts[0].state == "ready", "it lives until it has drained"
+            await asyncio.wait_for(supervisor.stop(), 60.0)
+            assert {slot.state for slot in supervisor.fronts} == {"stopped"} and supervisor.failure is None
+        finally:
+            stop.close()
 
 
 class LongPause:

@@ -36,8 +36,8 @@ R = TypeVar("R", bound=Recipient)
 class ChunkDelivery(Generic[R]):
     """Sends the messages of request `id` to its client.
 
-    `wakeup` is set whenever `has_room` may have become true. With `keep`, messages are kept until the client
-    acknowledges them; while too many are kept, there is no room.
+    `wakeup` is set whenever `has_room` may have become true, and when the client leaves. With `keep`, messages are kept
+    until the client acknowledges them; while too many are kept, there is no room.
     """
 
     def __init__(self, id: str, session: R, keep: bool) -> None:
@@ -129,6 +129,7 @@ class ChunkDelivery(Generic[R]):
         if self.session is not None:
             self.session.num_kept -= self._window.num_bytes
             self.session = None
+            self.wakeup.set()
 
     def _check_sent(self, last: int) -> None:
         if last > self._window.last:

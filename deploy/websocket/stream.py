@@ -241,6 +241,7 @@ class RequestStream:
             self._starving = AwakeTimer(self._context.config.stalled_reader_s, self._note_starved)
 
     def _end_starving(self) -> None:
+        self._has_starved = False
         if self._starving is not None:
             self._starving.cancel()
             self._starving = None

@@ -93,6 +93,27 @@ async def test_messages_that_are_not_acknowledged_fill_the_window_and_then_it_is
 
 
 @on_loop
+async def test_without_a_client_or_after_new_credit_no_time_without_room_counts():
+    async with serving(step_s=0.001, script=ENDLESS, engine=PARKS_SOON, stalled_reader_s=600.0) as running:
+        async with running.client() as first:
+            await first.create("a", max_tokens=30, resume=True, credit=1)
+            token = (await first.receive_until("created"))["token"]
+            await first.receive_until("chunk")
+            stream = running.server._sockets._streams._by_token[token]
+            await until(lambda: stream._starving is not None)
+            stream._note_starved()
+            stream.grant(1, None)  # at the last moment
+            await first.receive_until("chunk")
+            await until(lambda: stream._starving is not None)
+            first.cut()
+        await until(lambda: stream.delivery.session is None and stream._starving is None)
+        async with running.client() as second:
+            await resume(second, "a", token, last_of(first, "a"))
+            await second.send("credit", id="a", n=1000)
+            await second.receive_until("done")
+
+
+@on_loop
 async def test_a_socket_that_is_still_thought_alive_gives_its_request_up():
     async with serving(step_s=0.002, script=ENDLESS) as running, running.client() as first, running.client() as second:
         token = await begin(first, max_tokens=100, num_chunks=1)

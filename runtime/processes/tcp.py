@@ -45,8 +45,9 @@ async def dial(
 
     The addresses of a name are tried in turn until one end is met, each for its share of the time that is left. Raises
     `AuthError` if the other end does not have the key, `TlsError` if one end refuses the certificate of the other, and
-    OSError; TimeoutError after `timeout_s` for connection and proof together. An error of several addresses names each,
-    and is a refusal if one of them is: the others may only be away. `server_name`: None is `host`.
+    OSError; TimeoutError after `timeout_s` for connection and proof together, and before that `timeout_s` for the name:
+    twice `timeout_s` at most, without standstills. An error of several addresses names each, and is a refusal if one of
+    them is: the others may only be away. `server_name`: None is `host`.
     """
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s

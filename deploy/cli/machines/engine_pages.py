@@ -9,10 +9,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from ....stages.machines.engine_server import EngineServer
+from ....stages.machines.engine_server import MAX_FRONTS, EngineServer
 from ...config import ServerConfig
+from ...errors import ApiError
 from ...http.listener import ServerRunner, Site
 from ...http.listening import ListeningSockets
+from ...http.query_params import whole_number
 from ...metrics.families import counter, gauge, label_labels
 
 MAX_CONNECTIONS = 64  # of probes and scrapes; a full server still answers /health
@@ -53,18 +55,22 @@ class EnginePages:
     async def _health(self, request: web.Request) -> web.Response:
         """200 while fronts may connect; 503 while the model loads, and from the drain on.
 
-        With `?fronts=1`, also 503 while no front is connected: so the next engine is not replaced before that.
+        With `?fronts=N`, also 503 while fewer are connected: so the next engine is not replaced before that.
         """
         engine = self._engine
         status: str = self._state
-        if status == "ready" and not engine.num_fronts and request.query.get("fronts", "0") != "0":
-            status = "alone"
+        try:
+            wanted = whole_number(request, "fronts", 0, least=0, most=MAX_FRONTS)
+        except ApiError as error:
+            return web.json_response(error.body(), status=error.status)
+        if status == "ready" and engine.num_fronts < wanted:
+            status = "alone" if not engine.num_fronts else "waiting"
         body: dict[str, object] = {"status": status, "fronts": engine.num_fronts, "requests": engine.num_live}
         if engine.labels:
             body["labels"] = dict(engine.labels)
         if status != "ready":
-            waits = "no front is connected" if self.takes_fronts else "the first requests run"
-            body["reason"] = engine.reason or waits
+            few = f"fronts that are connected: {engine.num_fronts}; asked for: {wanted}"
+            body["reason"] = engine.reason or (few if self.takes_fronts else "the first requests run")
         return web.json_response(body, status=200 if status == "ready" else 503)
 
     @property

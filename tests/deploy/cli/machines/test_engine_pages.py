@@ -11,18 +11,21 @@ import pytest
 
 from millrace.deploy.cli.machines.engine_pages import EnginePages
 
-READY = {"/health": 200, "/health/ready": 200, "/health/ready?fronts=0": 200, "/health/live": 200}
+PROBE = "/health/ready?fronts="
+READY = {"/health": 200, "/health/ready": 200, f"{PROBE}0": 200, "/health/live": 200}
+JUNK = {f"{PROBE}{text}": 400 for text in ("", "x", "-1", "1.0", "65")}
 
 
 @pytest.mark.parametrize(
     ("state", "num_fronts", "statuses"),
     [
-        ("ready", 0, READY | {"/health/ready?fronts=1": 503}),
-        ("ready", 2, READY | {"/health/ready?fronts=1": 200}),
-        ("draining", 2, {"/health": 503, "/health/ready?fronts=1": 503, "/health/live": 200}),
+        ("ready", 0, READY | JUNK | {f"{PROBE}1": 503, f"{PROBE}2": 503}),
+        ("ready", 1, READY | {f"{PROBE}1": 200, f"{PROBE}2": 503}),
+        ("ready", 2, READY | {f"{PROBE}1": 200, f"{PROBE}2": 200, f"{PROBE}3": 503}),
+        ("draining", 2, JUNK | {"/health": 503, f"{PROBE}1": 503, "/health/live": 200}),
     ],
 )
-def test_a_probe_may_ask_that_an_engine_has_a_front_before_it_is_ready(
+def test_a_probe_may_ask_that_an_engine_has_so_many_fronts_before_it_is_ready(
     state: str, num_fronts: int, statuses: dict[str, int]
 ) -> None:
     async def main() -> None:
@@ -37,8 +40,13 @@ def test_a_probe_may_ask_that_an_engine_has_a_front_before_it_is_ready(
                         body = await answer.json()
                         assert answer.status == status, (path, body)
                         if status == 503:
-                            expected = ("alone", "no front is connected") if state == "ready" else (state, reason)
+                            wanted = path.removeprefix(PROBE)
+                            few = f"fronts that are connected: {num_fronts}; asked for: {wanted}"
+                            named = "waiting" if num_fronts else "alone"
+                            expected = (named, few) if state == "ready" else (state, reason)
                             assert (body["status"], body["reason"]) == expected
+                        elif status == 400:
+                            assert "must be a whole number from 0 to 64" in body["error"]["message"]
         finally:
             await pages.aclose()
 

@@ -55,6 +55,7 @@ class AllModels:
             _require_alike(states)
         planned = {name: await self._planned(request, name, body) for name in wanted}
         if named is None:
+            _require_alike(planned)  # they may have changed since
             _require_labels(body, planned)
         if not is_dry_run:
             self._change(planned, None if named is None else wanted[0])

@@ -11,6 +11,7 @@ import aiohttp
 from millrace.deploy.config import ServerConfig
 from millrace.stages.engine.engine import Engine
 from millrace.stages.machines.engine_sources import FixedAddress
+from millrace.stages.traffic.traffic_rules import TrafficRules
 from tests.deploy.front_processes.local_fronts import LocalFronts, local_fronts
 from tests.stages.machines.scripted_engines import ScriptedMachines, states, until, with_machines
 
@@ -112,6 +113,23 @@ async def test_a_model_must_be_named_where_the_call_would_not_mean_the_same(mach
         for front in (0, 1):
             text = await client.refused(front, {"split": "version=v3:50"})
             assert "org/large has split version=v3:5" in text, text
+
+
+@with_machines
+async def test_models_that_change_during_a_call_for_all_are_not_made_alike_by_it(machines: ScriptedMachines) -> None:
+    async with served(machines, "v2", "v1", "v2") as client:
+        fronts: Any = client.fronts.servers[0].service.fronts
+        answer_of, other = fronts.answer_of, "version=v3:5"
+
+        async def change_first(request: Any, front: int, **options: Any) -> tuple[int, Any]:
+            if "body" in options:  # that of a change, of which the call has seen what was before
+                client.engines[1].traffic.change(TrafficRules.parse(None, other))  # type: ignore[union-attr]
+            return await answer_of(request, front, **options)
+
+        fronts.answer_of = change_first
+        status, answer = await client.ask(0, PATH, {"split": "version=v2:5"})
+        assert status == 400 and f"org/large has split version=v2:5, shadow {other}" in answer["error"]["message"]
+        assert client.splits == [(None, None), (None, other)]
 
 
 @with_machines

@@ -31,6 +31,7 @@ MODELS, MODEL = "/v1/models", "/v1/models/{id}"
 OLLAMA_LISTS = ("/api/tags", "/api/ps")
 ENGINES = "/admin/engines/{id}"
 HEALTH = ("/health", "/health/ready", "/ping", "/healthz", "/readyz", "/v2/health/ready")
+ONE_FRONT = frozenset({"model", "front"})  # in an address: one front answers for itself
 FRONT_BITS = 44  # of a cursor of /v1/requests, below the front's number
 MOST_LISTED = 1_000
 INDEX = "each model has an engine of this index; name one by its address, as GET /server_info?model=NAME has it"
@@ -187,12 +188,13 @@ class AllFronts:
         response, body = await _json_of(request, handler)
         status = response.status
         is_leaving = body["status"] == "draining"
-        if self._fronts.models.has_several and not is_leaving and not is_of_a_front(request):
-            status, body = await self._models_of_all.health(request)
+        is_of_one = is_of_a_front(request) or not ONE_FRONT.isdisjoint(request.query)
+        if self._fronts.models.has_several and not is_leaving and not is_of_one:
+            status, body = await self._models_of_all.health(request, (status, body))
         body["front"] = self._fronts.number
         body["fronts"] = self._fronts.states
         missing = [state for state in self._member.states if state.state != "ready" and self._member.has_started]
-        if status == 200 and missing:
+        if status == 200 and missing and not is_of_one:
             text = "; ".join(f"front {state.number} is {state.state}: {state.reason}" for state in missing)
             body["status"] = "degraded"
             body["reason"] = "; ".join(filter(None, [body.get("reason"), text]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 from aiohttp import web
@@ -17,13 +17,13 @@ from ..http.responses import answer
 from .models import ModelFronts
 from .other_fronts import OtherFronts
 
-HEALTH_S = 0.5  # for the health of a model, as one of its fronts has it: then the next one is asked
-NONE_READY = "none of its fronts takes requests"
+HEALTH_S = 2.0  # for the health of a model, as one of its fronts has it
+Health: TypeAlias = tuple[int, dict[str, Any]]  # status and body of an answer
 GROUP_OF = {"split": "labelled", "shadow": "shadow"}  # field of the body -> the engines that its label selects
 
 
 class AllModels:
-    """Asks a front of each model, this one like any other: so all fronts answer the same."""
+    """Asks a front of each model, so that all fronts answer the same."""
 
     def __init__(self, fronts: OtherFronts) -> None:
         self._fronts = fronts
@@ -90,29 +90,52 @@ class AllModels:
 
     # -- health
 
-    async def health(self, request: web.Request) -> tuple[int, dict[str, Any]]:
-        """Status and body: the server takes requests if those for one of its models are taken."""
+    async def health(self, request: web.Request, own: Health) -> Health:
+        """The server takes requests if those for one of its models are taken. `own`: what this front says of itself."""
         names = self._models.names
-        found = await asyncio.gather(*(self._health_of(request, name) for name in names))
+        found = await asyncio.gather(*(self._health_of(request, name, own) for name in names))
         bodies = {name: body for name, (_, body) in zip(names, found, strict=True)}
         states = {name: {key: body.get(key) for key in ("status", "reason")} for name, body in bodies.items()}
         missing = [name for name, (status, _) in zip(names, found, strict=True) if status != 200]
         worse = [f"model {name} is {one['status']}: {one['reason']}" for name, one in states.items() if one["reason"]]
         body = {"models": states, "reason": "; ".join(worse) or None}
         if len(missing) == len(names):
-            return 503, {"status": found[0][1]["status"], "stage": found[0][1].get("stage")} | body
+            first = {"stage": None} | found[0][1]
+            return 503, {key: first[key] for key in ("status", "stage", "progress") if key in first} | body
         is_whole = all(one["status"] == "ready" for one in states.values())
         return 200, {"status": "ready" if is_whole else "degraded", "missing_models": missing} | body
 
-    async def _health_of(self, request: web.Request, name: str) -> tuple[int, dict[str, Any]]:
-        """What the first of a model's fronts says that serves, or the last one."""
-        found: tuple[int, dict[str, Any]] = 503, {"status": "loading", "reason": NONE_READY}
-        for front in self._ready(name):
-            status, body = await self._fronts.answer_of(request, front, method="GET", limit_s=HEALTH_S)
-            if status == 200:
-                return status, body
-            found = status, body if "status" in body else {"status": "loading", "reason": body["error"]["message"]}
-        return found
+    async def _health_of(self, request: web.Request, name: str, own: Health) -> Health:
+        """What the first of a model's fronts says that serves; else why none does.
+
+        All but this one are asked at once, also those that start: they know why they wait, and how far they are.
+        """
+        group = self._models.group_of(name)
+        is_own = self._fronts.number in group
+        if is_own and own[0] == 200:
+            return own
+        others = [front for front in group if front != self._fronts.number]
+        tasks = [asyncio.ensure_future(self._said_by(request, front)) for front in others]
+        try:
+            for said in asyncio.as_completed(tasks):
+                if (found := await said)[0] == 200:
+                    return found
+        finally:
+            for task in tasks:
+                task.cancel()
+        if is_own:
+            return own
+        answers = [task.result() for task in tasks]
+        return next((found for found in answers if "stage" in found[1]), answers[0])  # a front's own word first
+
+    async def _said_by(self, request: web.Request, front: int) -> Health:
+        """What another front says of itself, or the supervisor if that one does not answer."""
+        status, body = await self._fronts.answer_of(request, front, method="GET", limit_s=HEALTH_S)
+        if "status" in body:
+            return status, body
+        state = self._fronts.member.state_of(front)
+        reason = state.reason if state is not None else None
+        return status, {"status": "loading", "reason": reason or body["error"]["message"]}
 
     def _ready(self, name: str) -> Sequence[int]:
         try:

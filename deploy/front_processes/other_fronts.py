@@ -185,7 +185,7 @@ class OtherFronts:
         """
         method = method or ("GET" if request.method == "HEAD" else request.method)
         try:
-            async with asyncio.timeout(limit_s), self._asked(request, front, body, path, method) as found:
+            async with AwakeTimeout(limit_s), self._asked(request, front, body, path, method) as found:
                 data = await found.read()
         except TimeoutError:
             error = _away(front)

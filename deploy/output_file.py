@@ -16,7 +16,7 @@ def check_output_file(flag: str, file: Path | None, *, makes_folder: bool = Fals
     """
     if file is None:
         return
-    if file.exists() and not file.is_dir():  # also a device or a pipe, whose folder nobody may write
+    if file.exists() and not file.is_dir():  # also a device or a pipe, whose folder may be read-only
         problem = None if os.access(file, os.W_OK) else "cannot be written by this user; name another file"
     else:
         if makes_folder:

@@ -96,8 +96,9 @@ class SimStreams:
     ) -> None:
         """Loses the device when so many more operations are done: nothing runs from then on.
 
-        Every later wait for something that is not done raises `error`. With `hang` only the first one does, and the
-        others call `hang`, which blocks; `is_silent`: the first one too. `refuses`: submissions raise `error` too.
+        Every later wait for something that is not done raises `error`. With `hang` only the first one does at once, and
+        the others call `hang`, which blocks, and raise when it returns; `is_silent`: the first one too. `refuses`:
+        submissions raise `error` too.
         """
         self._loss = _Loss(self.num_done + num_operations, error, hang, refuses, is_told=is_silent)
 
@@ -117,9 +118,10 @@ class SimStreams:
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Runs operations until `is_done()`, and perhaps some more."""
-        while not self._run_until(is_done):
+        if not self._run_until(is_done):
             assert self._loss is not None and self._loss.hang is not None
             self._loss.hang()
+            raise self._loss.error
 
     def _run_until(self, is_done: Callable[[], bool]) -> bool:
         """As `run_until`. False: the device hangs."""

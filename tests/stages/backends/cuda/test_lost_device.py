@@ -79,12 +79,17 @@ def test_a_device_that_hangs_after_a_failure_is_lost_within_two_seconds() -> Non
             ends, took_s = await lose(engine, hang=released.wait)
             return ends, took_s, engine.health
 
+        others = set(threading.enumerate())
         try:
             began = time.perf_counter()
             (ends, took_s, health), _ = run(test, steps_in_flight=2)
             assert time.perf_counter() - began < 20.0, "the engine stopped, although threads are blocked"
         finally:
+            blocked = set(threading.enumerate()) - others
             released.set()
+            for thread in blocked:
+                thread.join(60.0)
+        assert blocked and not any(thread.is_alive() for thread in blocked), "a thread asks the lost device for ever"
         assert health.state == "dead" and "has not answered for 1.5 s" in health.reason
         assert len(ends) == 5
         return float(took_s)

@@ -34,6 +34,7 @@ from tests.model.lora import peft_formats
 from tests.model.lora.peft_formats import write_adapter, write_base
 from tests.model.tiny_tokenizers import make_tokenizer
 from tests.stages.executor.test_tensor_parallel import SIZES, VOCAB_SIZE, Said, answer
+from tests.stages.pressure import begin_together, swap_if_there_is_room
 from tests.stages.schedule.test_drafted_answers import PROMPTS
 
 
@@ -103,6 +104,8 @@ def copied(result: Any) -> list[torch.Tensor]:
 async def answers(config: EngineConfig, numbers: range) -> tuple[list[Said], set[str]]:
     """(All at once, how sequences were preempted)"""
     async with Engine(config) as engine:
+        swap_if_there_is_room(engine)
+        begin_together(engine, len(numbers))
         said = await asyncio.gather(*(answer(engine, number) for number in numbers))
         engine.core.stages.schedule.scheduler.check()
         return list(said), {how for how, _ in engine.status().core.scheduler.preemptions}

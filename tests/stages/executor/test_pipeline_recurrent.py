@@ -22,6 +22,7 @@ from tests.counts import FULL, count
 from tests.families.oracle import prompts
 from tests.families.zoo import Entry, Zoo, chosen
 from tests.stages.executor.test_pipeline_parallel import Steps, check_steps
+from tests.stages.pressure import begin_together, swap_if_there_is_room
 
 NUM_NEW, LENGTHS = 9, (5, 41)
 SIZES: dict[str, Any] = {
@@ -63,7 +64,9 @@ def test_every_step_of_recurrent_layers_has_the_bits_of_one_process(
     async def main() -> tuple[int, set[str]]:
         async with Engine(config) as engine:
             cached = 0
+            swap_if_there_is_room(engine)
             for _ in range(2):
+                begin_together(engine, len(asked))
                 every = [tokens_of(engine, prompt, n=1 + number % 3) for number, prompt in enumerate(asked)]
                 cached = sum(num_cached for _, num_cached in await asyncio.gather(*every))
             return cached, {how for how, _ in engine.status().core.scheduler.preemptions}

@@ -33,6 +33,7 @@ from tests.counts import FULL, count
 from tests.model.lora import peft_formats
 from tests.model.lora.peft_formats import write_adapter, write_base
 from tests.model.tiny_tokenizers import make_tokenizer
+from tests.stages.pressure import begin_together, swap_if_there_is_room
 
 VOCAB_SIZE = 320
 MARGIN = 1e-3  # between the likeliest two tokens, below which sums in another order may choose the other
@@ -64,7 +65,7 @@ def engine_of(folder: Path, **settings: Any) -> Engine:
 def ask_of(number: int) -> tuple[str | None, list[int], SamplingParams]:
     """Each feature in turn; every third draws its tokens."""
     prompt = np.random.default_rng(number).integers(3, VOCAB_SIZE - 1, 5 + 3 * (number % 7)).tolist()
-    params: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0, "logprobs": 2}
+    params: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0, "logprobs": 2}
     if number % 3 == 2:
         params |= {"temperature": 0.8, "top_p": 0.9, "seed": number}
     if number % 5 == 1:
@@ -86,6 +87,8 @@ async def answer(engine: Engine, number: int) -> Said:
 async def answers(engine: Engine, numbers: Sequence[int]) -> tuple[list[Said], set[str]]:
     """(All at once, how sequences were preempted)"""
     async with engine:
+        swap_if_there_is_room(engine)
+        begin_together(engine, len(numbers))
         said = await asyncio.gather(*(answer(engine, number) for number in numbers))
         engine.core.stages.schedule.scheduler.check()
         return list(said), {how for how, _ in engine.status().core.scheduler.preemptions}

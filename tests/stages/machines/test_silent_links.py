@@ -45,6 +45,14 @@ def link_to(engine: Any, place: int) -> Any:
     return engine.core.processes.cores[place].client._link
 
 
+async def hold_checks(engine: Any) -> None:
+    """No engine is checked but by `check`, and none has an answer to give: a slow machine may have begun checks."""
+    cores = engine.core.processes.cores
+    for core in cores:
+        core._next_check_s = math.inf
+    await until(lambda: not any(core._num_silent_checks for core in cores))
+
+
 async def check(engine: Any, times: int, heard: Sequence[int] = ()) -> None:
     """Checks the engines so often, as it is done each second; waits for the answers of those that are heard."""
     cores = engine.core.processes.cores
@@ -65,6 +73,7 @@ def num_requests(engine: Any) -> list[int]:
 async def test_requests_of_a_silent_engine_go_on_in_one_that_is_heard(machines: ScriptedMachines) -> None:
     await machines.start("a", "b")
     async with machines.front(*(FixedAddress(name, (name, 1)) for name in "ab")) as engine:
+        await hold_checks(engine)
         streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in PROMPTS]
         await until(lambda: all(server.num_live for server in machines.servers.values()))
         silent = link_to(engine, 0)
@@ -84,6 +93,7 @@ async def test_requests_of_a_silent_engine_go_on_in_one_that_is_heard(machines: 
 async def test_requests_leave_an_engine_that_hears_nothing_though_its_reports_come(machines: ScriptedMachines) -> None:
     await machines.start("a", "b")
     async with machines.front(*(FixedAddress(name, (name, 1)) for name in "ab")) as engine:
+        await hold_checks(engine)
         (front,) = machines.servers["a:1"].fronts.values()
         deaf = Deaf(front._link)
         streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in PROMPTS]
@@ -101,6 +111,7 @@ async def test_requests_leave_an_engine_that_hears_nothing_though_its_reports_co
 async def test_no_link_is_closed_while_all_engines_are_silent(machines: ScriptedMachines) -> None:
     await machines.start("a", "b")
     async with machines.front(*(FixedAddress(name, (name, 1)) for name in "ab")) as engine:
+        await hold_checks(engine)
         streams = [asyncio.ensure_future(answer(engine, prompt, LONG)) for prompt in PROMPTS]
         await until(lambda: all(server.num_live for server in machines.servers.values()))
         deaf = Deaf(link_to(engine, 0), link_to(engine, 1))

@@ -56,9 +56,12 @@ def add(reader: OrderReader, order: Add) -> None:
     reader.answer(order.number, f"add {order.number}", order.number + 1)
 
 
+is_over = threading.Event()  # the test; for members that never answer
+
+
 def late(reader: OrderReader, order: Add) -> None:
-    time.sleep(0.0 if order.number != 2 else 3.0)
-    add(reader, order)
+    if order.number != 2 or not is_over.wait(300):
+        add(reader, order)
 
 
 def failing(reader: OrderReader, order: Add) -> None:
@@ -68,6 +71,7 @@ def failing(reader: OrderReader, order: Add) -> None:
 @pytest.fixture
 def made() -> Iterator[Callable[..., tuple[OrderLine, list[Pupil]]]]:
     lines = []
+    is_over.clear()
 
     def make(*obeys: Obey, **options: Any) -> tuple[OrderLine, list[Pupil]]:
         pupils = [Pupil(number, obey) for number, obey in enumerate(obeys, 1)]
@@ -77,6 +81,7 @@ def made() -> Iterator[Callable[..., tuple[OrderLine, list[Pupil]]]]:
     yield make
     for line in lines:
         line.close()
+    is_over.set()
 
 
 def own(line: OrderLine, number: int, mark: int) -> None:
@@ -85,7 +90,7 @@ def own(line: OrderLine, number: int, mark: int) -> None:
 
 
 def cause_of(line: OrderLine) -> str:
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while line.cause is None and time.monotonic() < until:
         time.sleep(0.005)
     return str(line.cause)
@@ -106,7 +111,7 @@ def test_a_member_that_ends_ends_all_and_is_named(made: Any) -> None:
     line.on_end.append(ended.append)
     line.send_each([Add(1), Add(-1)], "add")
     assert cause_of(line) == "rank 2 has ended (signal 9 (SIGKILL))"
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while len(ended) < 2 and time.monotonic() < until:  # the thread that found the cause tells it next
         time.sleep(0.005)
     assert all(pupil.is_killed for pupil in pupils) and ended == ["aborted", line.cause]
@@ -115,13 +120,11 @@ def test_a_member_that_ends_ends_all_and_is_named(made: Any) -> None:
 
 
 def test_a_member_that_is_too_late_ends_all_with_the_order_named(made: Any) -> None:
-    line, _ = made(add, late, least_s=0.3)
-    line.serving()
+    line, _ = made(add, late, least_s=1.0)
     own(line, 1, 1)
-    began = time.monotonic()
+    line.serving()
     own(line, 2, 2)
     assert cause_of(line).startswith("rank 2 did not answer order 2 (add 2) in ")
-    assert time.monotonic() - began < 1.5
 
 
 def test_an_order_that_is_too_large_reaches_no_member_and_ends_nothing(
@@ -134,6 +137,7 @@ def test_an_order_that_is_too_large_reaches_no_member_and_ends_nothing(
         line.send_each([Add(1), Add(10**15)], "add")
     monkeypatch.undo()
     time.sleep(0.7)
+    line._least_s = 60.0
     assert line.ask(Add(4), "add") == [5, 5] and line.cause is None
 
 
@@ -141,7 +145,7 @@ def test_a_pause_of_the_whole_machine_counts_for_no_member(made: Any) -> None:
     pause_s = 0.0
     line, _ = made(late, least_s=20.0, clock=lambda: time.monotonic() + pause_s)
     line.serving()
-    number = line.send(Add(2), "add 2")  # answered in 3 s
+    number = line.send(Add(2), "add 2")
     pause_s = 300.0
     time.sleep(0.6)
     assert line.cause is None and not line._answers[0] and line._sent[number].about == "add 2"
@@ -151,11 +155,13 @@ def test_an_order_of_more_work_than_ever_has_its_share_of_time(made: Any) -> Non
     line, _ = made(add, least_s=0.3)
     assert line.limit_s(1000) > 60  # of the start
     line.serving()
+    began = time.monotonic()
     with line.obeying(line.send(Add(1), "add", 20), lambda: (1, "add 1")):
         time.sleep(0.04)
     while line.limit_s() == 0.3:
         time.sleep(0.001)
-    assert 0.8 <= line.limit_s() < 3 and line.limit_s(2000) == pytest.approx(100 * line.limit_s())
+    most_s = 20 * (time.monotonic() - began)
+    assert 0.8 <= line.limit_s() <= most_s and line.limit_s(2000) == pytest.approx(100 * line.limit_s())
 
 
 def test_a_call_of_the_leader_that_takes_too_long_ends_all_and_is_named(made: Any) -> None:
@@ -211,14 +217,15 @@ def test_whatever_one_member_does_all_end_once_and_it_is_named(made: Any, seed: 
             reader._sock.sendall(draw.randbytes(64))
 
     causes: list[str] = []
-    line, pupils = made(*(misbehave if number == victim else add for number in (1, 2, 3)), least_s=0.3)
+    least_s = 1.0 if deed == "hangs" else 60.0
+    line, pupils = made(*(misbehave if number == victim else add for number in (1, 2, 3)), least_s=least_s)
     line.on_end.append(causes.append)
     line.serving()
     with pytest.raises(LineEnded):
-        for number in range(1, 2000):
+        for number in range(1, 20_000):
             own(line, number, number)
             time.sleep(0.001 * (number > when))
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while not causes and time.monotonic() < until:  # the line's thread calls back after the leader may know
         time.sleep(0.005)
     assert causes == [line.cause] and f"rank {victim}" in causes[0], (deed, causes)

@@ -132,13 +132,13 @@ def test_waiting_for_packing_ends_while_weights_are_packed(monkeypatch: pytest.M
     go_on = threading.Event()
 
     def pack(weights: NativeWeights, mapped: Mapping[str, Array]) -> None:
-        assert go_on.wait(10)
+        assert go_on.wait(300)
 
     monkeypatch.setattr(NativeWeights, "set_mapped_tensors", pack)
     begun = opening(SMALL)
     began = time.monotonic()
-    begun.wait_until_packing(10)
-    assert time.monotonic() - began < 5
+    begun.wait_until_packing(300)
+    assert time.monotonic() - began < 60
     go_on.set()
     begun.close()
 
@@ -149,14 +149,14 @@ def test_waiting_for_packing_during_a_download_ends_at_its_timeout(
     is_there = threading.Event()
 
     def fetch(*_: object, **__: object) -> Path:
-        assert is_there.wait(10)
+        assert is_there.wait(300)
         return WEIGHTS
 
     monkeypatch.setattr(hub, "resolve", fetch)
     begun = opening(SMALL)
     began = time.monotonic()
     begun.wait_until_packing(0.05)
-    assert 0.05 <= time.monotonic() - began < 5
+    assert 0.05 <= time.monotonic() - began < 60
     is_there.set()
     assert begun.result().root == WEIGHTS
     begun.close()
@@ -174,8 +174,8 @@ def test_waiting_for_packing_ends_at_once_if_weights_will_not_be_packed(
     monkeypatch.setattr(native_model, "free_host_share", lambda config: 1024)
     begun = opening(SMALL)
     began = time.monotonic()
-    begun.wait_until_packing(10)
-    assert time.monotonic() - began < 5
+    begun.wait_until_packing(300)
+    assert time.monotonic() - began < 60
     found = begun.result().native_model
     assert found is not None
     if what == "library":
@@ -248,8 +248,8 @@ def test_of_tensors_at_odd_places_no_two_are_copied_at_once(tmp_path: Path, monk
 def test_a_setting_that_does_not_fit_the_model_is_refused_by_result() -> None:
     begun = opening(EngineConfig(device="cpu", max_model_len=10_000_000))
     began = time.monotonic()
-    begun.wait_until_packing(10)  # which will not happen
-    assert time.monotonic() - began < 5
+    begun.wait_until_packing(300)  # which will not happen
+    assert time.monotonic() - began < 60
     with pytest.raises(ConfigError, match="max_model_len = 10000000"):
         begun.result()
     begun.close()

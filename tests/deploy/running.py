@@ -12,12 +12,26 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.counts import FULL
+from tests.deploy.forked import CAN_FORK, ForkedProcess, Origin
+
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "scripted_fronts.py" if os.environ.get("MILLRACE_TEST_FRONTS") else "scripted_serve.py"
+IS_FORKED = CAN_FORK and SCRIPT == "scripted_serve.py" and not FULL  # full counts start each server anew
 HELD = ("live", "blocks_in_use", "blocks_quarantined", "admitted", "sequences")
+
+
+@cache
+def _origin() -> Origin:
+    """Of the scripted servers of this process."""
+    folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(ROOT / "tests/deploy" / SCRIPT), "--fork"]
+    return Origin(command, ROOT, os.environ | {"PYTHONPATH": folders})
 
 
 class RunningServer:
@@ -28,17 +42,21 @@ class RunningServer:
 
     def __init__(self, *, wait: bool = True, command: Sequence[str] | None = None, **options: Any) -> None:
         self.is_scripted = command is None
-        script = "scripted_fronts.py" if os.environ.get("MILLRACE_TEST_FRONTS") else "scripted_serve.py"
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
-        self.process = subprocess.Popen(
-            command or [sys.executable, str(ROOT / "tests/deploy" / script), json.dumps(options)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        self.process: subprocess.Popen[str] | ForkedProcess
+        if command is None and IS_FORKED:
+            self.process = _origin().start(options, environment, self._errors.fileno())
+        else:
+            self.process = subprocess.Popen(
+                command or [sys.executable, str(ROOT / "tests/deploy" / SCRIPT), json.dumps(options)],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+            )
         self.address = ("127.0.0.1", options.get("server", {}).get("port", 0))
         if wait:
             self.wait_until_ready()

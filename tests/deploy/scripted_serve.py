@@ -2,6 +2,8 @@
 
     python tests/deploy/scripted_serve.py '{"server": {...ServerConfig...}, "engine": {...}, "step_s": 0.01}'
 
+`--fork DESCRIPTOR` in the place of the options forks servers instead, as `forked.py` says.
+
 With "parrot": true it answers a chat with the last user's own words, so that a test says what the model says.
 
 Prints the ready line. Then each line on stdin is answered with a line of JSON on stdout: `stats` says how late the
@@ -17,9 +19,11 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import importlib
 import itertools
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -35,10 +39,12 @@ from millrace.stages.grammar import gate as grammar_gate
 from millrace.stages.testing.scripted.byte_tokenizer import SPECIAL_TOKENS
 from millrace.stages.testing.scripted.engine import SMALL, ScriptedEngine
 from millrace.stages.testing.scripted.script import Script
+from tests.deploy.forked import options_of_fork
 from tests.security.audit import Audit
 from tests.security.audited_helper import complaints
 
 HELPER = "tests.security.audited_helper"
+LATE = ("millrace.deploy.server.server", "encodings.idna")  # what a server imports while it starts
 
 
 class LoopLag:
@@ -160,7 +166,12 @@ async def engine(options: dict[str, Any]) -> AsyncIterator[Any]:
 
 
 def main() -> int:
-    options = json.loads(sys.argv[1])
+    if sys.argv[1] == "--fork":
+        for module in LATE:
+            importlib.import_module(module)
+        options = options_of_fork(socket.socket(fileno=int(sys.argv[2])))
+    else:
+        options = json.loads(sys.argv[1])
     server = options.get("server", {})
     server.update({name: tuple(value) for name, value in server.items() if isinstance(value, list)})
     server_config = ServerConfig(**{"port": 0} | server)

@@ -129,12 +129,12 @@ class Service:
             raise not_serving(self.health, retry_after_s=self.config.shutdown_timeout_s)
 
     def require_engine(self) -> Engine:
-        """The engine; raises `ApiError` 503 unless it is ready.
+        """The engine; raises `ApiError` 503 unless it takes requests.
 
-        It stays ready during a drain, for the requests that came in before.
+        It does during a drain, for those that came in before.
         """
         health = self._engine_health
-        if self.engine is None or not health.is_ready:
+        if self.engine is None or not (health.is_ready or (health.state == "loading" and self.engine.takes_requests)):
             raise not_serving(health)
         return self.engine
 

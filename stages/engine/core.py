@@ -92,6 +92,10 @@ class Core(Protocol):
         """Why the step loop takes no requests; None if it does, or if the pipeline says so by itself."""
 
     @property
+    def keeps_requests(self) -> bool:
+        """Whether requests are taken while it is away: they wait in the stages of this process."""
+
+    @property
     def engine_pid(self) -> int | None:
         """As `Engine.engine_pid`."""
 

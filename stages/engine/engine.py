@@ -237,7 +237,7 @@ class Engine(ClientApi):
         return await Submitter(self._require_stages(), self._env).render(request)
 
     def _submitter(self) -> Submitter:
-        if not self.health.is_ready:
+        if not self.takes_requests:
             raise NotServing(self.health)
         return Submitter(self._require_stages(), self._env)
 
@@ -312,6 +312,11 @@ class Engine(ClientApi):
         if (away := self.core.away) is not None:
             return away
         return self._health if self._stages is None else self._stages.pipeline.health
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests are admitted: also by a front that is not ready, as it lost its last engine just now."""
+        return self.health.is_ready or (self._health.is_ready and self.core.keeps_requests)
 
     @property
     def info(self) -> ModelInfo:

@@ -43,6 +43,7 @@ class LocalCore:
     mode: Literal["inline", "split"] = "inline"
     stages_elsewhere: Sequence[str] = ()
     away: Health | None = None
+    keeps_requests = False
     engine_pid: int | None = None
     num_deaths = 0
 

@@ -20,7 +20,7 @@ from .fleet_requests import FleetRequests
 NUM_AT_ONCE = 2  # deaths in a row after each of which a successor is started at once
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0  # before a start after more of them: each pause is twice the last one
 HEALTHY_S = 1.0  # life that ends a row of deaths; a process whose start took longer must have lived longer than that
-HEALTHY_LINK_S = 10.0  # likewise, of a connection to an engine elsewhere: its start takes no time
+HEALTHY_LINK_S = 10.0  # likewise, of a connection to an engine elsewhere, however long that was away before
 DOUBT_S = 5.0  # for a connection to be there again after its end, before that counts as the end of the engine
 FIRST_RETRY_S, LONGEST_RETRY_S = 60.0, 300.0  # between two starts of a process that was given up
 
@@ -34,16 +34,17 @@ class RestartPauses:
     depend on a clock: callers tell the times.
     """
 
-    def __init__(self, healthy_s: float = HEALTHY_S) -> None:
+    def __init__(self, healthy_s: float = HEALTHY_S, *, starts_cost: bool = True) -> None:
+        """`starts_cost`: a start takes work here, so it must be shorter than the life after it."""
         self.num_retries = 0  # starts after it was given up, since it last was healthy
-        self._healthy_s = healthy_s
+        self._healthy_s, self._starts_cost = healthy_s, starts_cost
         self._num_deaths = 0  # in a row
         self._ready_s: float | None = None  # when the last start was over; None: nothing lives
         self._start_s = 0.0  # how long it took
 
     def note_ready(self, now_s: float, start_s: float) -> None:
         """A process serves; its start took `start_s`."""
-        self._ready_s, self._start_s = now_s, start_s
+        self._ready_s, self._start_s = now_s, start_s if self._starts_cost else 0.0
 
     def note_death(self, now_s: float) -> float:
         """The process has ended, by plan or not. Returns the pause before the next start; 0 if none had started."""
@@ -64,6 +65,11 @@ class RestartPauses:
         """The pause before the next start of a process that was given up."""
         self.num_retries += 1
         return min(FIRST_RETRY_S * 2.0 ** min(self.num_retries - 1, 10), LONGEST_RETRY_S)
+
+
+def link_pauses() -> RestartPauses:
+    """Those of connections to an engine elsewhere: their start lasts while that is away, and costs nothing."""
+    return RestartPauses(HEALTHY_LINK_S, starts_cost=False)
 
 
 class CoreKeeper(ProcessKeeper):

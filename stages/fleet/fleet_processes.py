@@ -35,7 +35,7 @@ from ..split.process_client import EngineClient
 from ..split.processes import STALL_S, Gone, StartAgain
 from ..split.protocol import EngineReady
 from ..traffic.traffic_rules import TrafficRules
-from .core_keeper import HEALTHY_LINK_S, HEALTHY_S, CoreKeeper, RestartPauses
+from .core_keeper import CoreKeeper, RestartPauses, link_pauses
 from .core_set import CoreSet
 from .departures import Departures, DrainOrders
 from .fleet_adapters import FleetAdapters
@@ -44,6 +44,7 @@ from .fleet_router import FleetRouter
 from .front import DISPATCHED, FleetStages, dispatched_status, make_merged
 from .hosts import MAX_ENGINES, HereHosts, MakeHosts
 from .merged_status import merged, remains
+from .request_hold import RequestHold
 from .resuming import Resuming
 from .stage import Dispatch, Merge
 from .traffic.fleet_traffic import FleetTraffic
@@ -106,6 +107,7 @@ class FleetProcesses:
         self._leaving: set[int] = set()  # places that become free
         self._make_keeper: Callable[[EngineCore], CoreKeeper] | None = None
         self._pauses: dict[int, RestartPauses] = {}  # by place, whatever keepers it has had
+        self._hold = RequestHold()
         self.adapters = FleetAdapters(self.cores, self._core_changed)
 
     @property
@@ -215,7 +217,7 @@ class FleetProcesses:
         resuming.start()
         self._set.on_waiting = resuming.wake
 
-        healthy_s = HEALTHY_LINK_S if self.hosts.outlive_links else HEALTHY_S
+        is_link = self.hosts.outlive_links
 
         def make_keeper(core: EngineCore) -> CoreKeeper:
             return CoreKeeper(
@@ -228,7 +230,7 @@ class FleetProcesses:
                 on_orphans=self._core_changed,
                 on_ready=self._core_changed,
                 on_given_up=self._core_given_up,
-                pauses=self._pauses.setdefault(core.index, RestartPauses(healthy_s)),
+                pauses=self._pauses.setdefault(core.index, link_pauses() if is_link else RestartPauses()),
             )
 
         self._make_keeper = make_keeper
@@ -310,6 +312,7 @@ class FleetProcesses:
 
     async def stop_keepers(self) -> None:
         self._make_keeper = None
+        self._hold.close()
         if self.resuming is not None:
             await self.resuming.stop()
         await self._departures.stop()
@@ -339,6 +342,17 @@ class FleetProcesses:
             return reasons[0]
         return alive[0] if alive else Health("loading", stage="engine", reason="no engine process is left; some start")
 
+    @property
+    def keeps_requests(self) -> bool:
+        """A process of this machine has to load the model again, which may take minutes: no request waits for that."""
+        self._note_away()
+        return self._hold.is_on
+
+    def _note_away(self) -> None:
+        if self._make_keeper is not None and self.hosts.outlive_links:
+            away = self.away
+            self._hold.note(is_away=away is not None and away.state != "dead")
+
     def note_lost(self, core: EngineCore) -> None:
         if (report := self._reports.pop(core.index, None)) is not None:
             self._ended = merged({0: remains(report)}, [] if self._ended is None else [self._ended], 0)
@@ -346,10 +360,12 @@ class FleetProcesses:
         self.router.drop(core.index)
         if self.traffic.copies is not None:
             self.traffic.copies.note_lost(core)
+        self._note_away()
         self._set.note_change()
 
     def _core_changed(self) -> None:
         """A process has ended, drains, or serves again, or has an adapter that others had before."""
+        self._note_away()
         if self.resuming is not None:
             self.resuming.wake()
         self._set.note_change()

@@ -23,7 +23,7 @@ from ..split.engine_core import EngineCore
 from ..split.process_client import EngineDied
 from ..split.protocol import EngineReady
 from ..traffic.traffic_rules import GROUPS, TrafficRules
-from .engine_peers import EnginePeer, look_at, reached, reason_of
+from .engine_peers import AGAIN_PAUSE_S, LONGEST_PAUSE_S, EnginePeer, look_at, reached, reason_of
 from .engine_server import LINK_TIMEOUT_S
 from .likeness import check_alike
 from .membership import Members
@@ -72,6 +72,7 @@ class ConnectedHosts:
         self._setup, self._members, self._link_timeout_s = setup, members, link_timeout_s
         self.prefix_key = prefix_key
         self._waiting: dict[int, SocketTransport] = {}  # connections that were made for the next start
+        self._reached = set[EnginePeer]()  # those that were reached once
 
     def places(self) -> Sequence[Place]:
         """Without shares: the engines run already."""
@@ -156,7 +157,9 @@ class ConnectedHosts:
     async def look(self, index: int) -> None:
         """Waits until the engine can be reached."""
         self._drop(index)
-        self._waiting[index] = await reached(self._peer(index))
+        peer = self._peer(index)
+        longest_pause_s = AGAIN_PAUSE_S if peer in self._reached else LONGEST_PAUSE_S
+        self._waiting[index] = await reached(peer, longest_pause_s=longest_pause_s)
 
     async def close(self) -> None:
         await self._members.aclose()
@@ -179,6 +182,7 @@ class ConnectedHosts:
                 transport = await peer.connect()
             except (AuthError, OSError) as error:
                 raise EngineDied(f"engine {peer.name} cannot be reached: {reason_of(error)}") from None
+        self._reached.add(peer)
         return ConnectedHost(peer, transport, self._link_timeout_s)
 
 

@@ -25,6 +25,7 @@ from .engine_server import LINK_TIMEOUT_S
 from .engine_sources import Address
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two tries to reach an engine: each pause is twice the last one
+AGAIN_PAUSE_S = 1.0  # the longest one for an engine that was reached before: its successor may be there soon
 WELCOME_S = 10.0  # from the connection to what the engine is
 
 log = get_logger("millrace.stages")
@@ -72,7 +73,11 @@ def name_of(address: Address) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-async def reached(peer: EnginePeer, on_failure: Callable[[Exception], object] = lambda error: None) -> SocketTransport:
+async def reached(
+    peer: EnginePeer,
+    on_failure: Callable[[Exception], object] = lambda error: None,
+    longest_pause_s: float = LONGEST_PAUSE_S,
+) -> SocketTransport:
     """A connection to an engine, as soon as there is one. `on_failure` gets each error, and may raise another."""
     pause_s, last = FIRST_PAUSE_S, ""
     while True:
@@ -84,7 +89,7 @@ async def reached(peer: EnginePeer, on_failure: Callable[[Exception], object] = 
                 log.warning("engine.unreachable", engine=peer.name, reason=reason)
                 last = reason
         await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, longest_pause_s)
 
 
 async def look_at(peer: EnginePeer, link_timeout_s: float | None = LINK_TIMEOUT_S) -> EngineReady:

@@ -83,6 +83,8 @@ class Processes(Protocol):
     @property
     def away(self) -> Health | None: ...  # why no process takes requests; None if one does
     @property
+    def keeps_requests(self) -> bool: ...  # whether requests are taken meanwhile, and wait for a process
+    @property
     def engines(self) -> list[dict[str, Any]]: ...
     @property
     def choices(self) -> list[dict[str, Any]]: ...  # as `Engine.choices`
@@ -192,6 +194,10 @@ class OneProcess:
     @property
     def away(self) -> Health | None:
         return None if self._core.keeper is None else self._core.keeper.away
+
+    @property
+    def keeps_requests(self) -> bool:
+        return False  # the model is loaded again, which may take minutes
 
     def note_lost(self, core: EngineCore) -> None:
         """Does nothing: the keeper notices when the process has ended."""

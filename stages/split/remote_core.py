@@ -231,6 +231,10 @@ class RemoteCore:
         return self.processes.away
 
     @property
+    def keeps_requests(self) -> bool:
+        return self.processes.keeps_requests
+
+    @property
     def engine_pid(self) -> int | None:
         return self.processes.cores[0].pid
 

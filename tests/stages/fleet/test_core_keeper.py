@@ -16,7 +16,7 @@ from millrace.runtime.processes.link_channels import OutboundChannel
 from millrace.runtime.simulation.run import SimEnv, run
 from millrace.stages.config import EngineConfig
 from millrace.stages.exit.outboxes import Outboxes
-from millrace.stages.fleet.core_keeper import HEALTHY_LINK_S, CoreKeeper, RestartPauses
+from millrace.stages.fleet.core_keeper import HEALTHY_LINK_S, CoreKeeper, RestartPauses, link_pauses
 from millrace.stages.fleet.fleet_requests import FleetRequests
 from millrace.stages.split import engine_core
 from millrace.stages.split.process_keeper import MAX_DEATHS, MAX_STARTS
@@ -122,8 +122,18 @@ def test_a_connection_that_ends_within_seconds_is_made_again_after_longer_pauses
         await kept.env.sleep(120.0)
         assert 0.0 in kept.pauses_s[8:] and max(kept.pauses_s) == 30.0, "it had served for a while"
 
-    lines = simulate(test, RestartPauses(HEALTHY_LINK_S))
+    lines = simulate(test, link_pauses())
     assert sum(line["event"] == "engine_process.backed_off" for line in lines) == 1
+
+
+def test_an_engine_that_was_away_for_a_minute_is_not_taken_for_one_that_flaps() -> None:
+    async def test(kept: Kept) -> None:
+        kept.start_s = 60.0  # until it can be reached again
+        kept.life_s = HEALTHY_LINK_S + 1.0
+        await kept.env.sleep(8 * 72.0)
+        assert len(kept.pauses_s) > 6 and set(kept.pauses_s) == {0.0}
+
+    simulate(test, link_pauses())
 
 
 def test_a_start_that_fails_again_for_the_same_reason_is_logged_once() -> None:

@@ -190,6 +190,8 @@ def not_serving(health: Health, retry_after_s: float = 1.0) -> ApiError:
         "stalled": "the engine makes no progress; send this request to another server, or try again later",
         "dead": "the engine has failed and accepts no more requests",
     }[code]
+    if code == "loading" and health.stage == "engine" and health.reason:
+        message = f"no engine takes requests now: {health.reason}; try again shortly"
     return ApiError(code, message, retry_after_s=retry_after_s)
 
 

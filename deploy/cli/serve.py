@@ -180,9 +180,11 @@ def _tells_that_it_moves(server: Server, manager: ServiceManager) -> Iterator[No
 
 
 def _show_progress(making: object, started: asyncio.Future[Server]) -> None:
-    """Lets `/health` tell how far loading is, as soon as there is a server."""
+    """Lets `/health` tell how far loading is, or what a front waits for, as soon as there is a server."""
     if not started.cancelled() and started.exception() is None:
-        started.result().service.load_progress = getattr(making, "load_progress", None)
+        service = started.result().service
+        service.load_progress = getattr(making, "load_progress", None)
+        service.why_waiting = getattr(making, "why_waiting", service.why_waiting)
 
 
 def _print_ready(server: Server, model_impl: ModelImpl) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,7 +55,7 @@ class RayHosts(FixedHosts):
     async def open(self) -> None:
         await self.executor.start()
 
-    async def look(self, index: int) -> None:
+    async def look(self, index: int, on_failure: Callable[[str], object]) -> None:
         await self.executor.look()
 
     async def close(self) -> None:

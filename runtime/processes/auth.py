@@ -37,6 +37,10 @@ class AuthError(Exception):
     """The other end of a connection does not have the key. The message tells nothing of the key."""
 
 
+class KeyRefused(AuthError):
+    """The other end refuses this one's key, as far as can be told: it may also have ended at that moment."""
+
+
 class FleetKey:
     """The secret that all processes of a fleet share. Each use gets a key of its own from it."""
 

@@ -18,11 +18,36 @@ FRAME = struct.Struct("<HBBIII")  # magic, kind, edge, bytes of the header, byte
 MAGIC = 0x4C4D
 HELLO, WORD, ITEM, CREDIT, CLOSE, PING, PONG = range(1, 8)  # kinds
 
+HELLO_START = struct.pack("<HBB", MAGIC, HELLO, 0)
+
 Frame = tuple[int, int, memoryview, memoryview, int]  # kind, edge, header, body, count
+
+
+# what a connection begins with that is none of a link: TLS that asks for a handshake or refuses one, and another server
+HANDSHAKE_RECORD, ALERT_RECORD, HTTP = b"\x16\x03", b"\x15\x03", b"HTTP"
+FIRST_BYTES = 4  # by which they are known
 
 
 class LinkError(Exception):
     """The other end sent an invalid frame, has another version, or is silent. The message says which."""
+
+
+class NoLink(LinkError):
+    """The other end does not begin as a link does: it has other settings, or is another server. The message says it."""
+
+
+def what_speaks(first: bytes, *, has_key: bool) -> str | None:
+    """What an end must be that begins a connection with these bytes and not as expected, and what to change.
+
+    None: they do not say it. `has_key`: this end has proof of a key to come, and no link yet.
+    """
+    if first[:2] in (HANDSHAKE_RECORD, ALERT_RECORD):
+        return "it speaks TLS and this end does not; start both with the files of TLS, or none"
+    if first.startswith(HTTP):
+        return "it speaks HTTP, so this port is not the one for fronts; name the port of its links"
+    if has_key and first.startswith(HELLO_START):
+        return "it has no key and this end has one; give both the same file of a key, or none"
+    return None
 
 
 class FrameReader:
@@ -39,6 +64,11 @@ class FrameReader:
     def __len__(self) -> int:
         """Bytes that belong to no frame yet."""
         return len(self._received) - self._at
+
+    @property
+    def first(self) -> bytes:
+        """The first bytes that belong to no frame yet."""
+        return bytes(self._received[self._at : self._at + FIRST_BYTES])
 
     def feed(self, data: bytes) -> None:
         """Adds what has arrived. Take all its frames before the next call."""

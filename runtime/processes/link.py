@@ -28,6 +28,7 @@ from .frames import (
     CLOSE,
     CREDIT,
     HELLO,
+    HELLO_START,
     ITEM,
     MAX_FRAME_BYTES,
     MAX_HELLO_BYTES,
@@ -36,7 +37,9 @@ from .frames import (
     WORD,
     FrameReader,
     LinkError,
+    NoLink,
     pack_frame,
+    what_speaks,
 )
 from .link_channels import InboundChannel, OutboundChannel
 from .liveness import PING_TIME, PONG_TIMES, Heartbeat
@@ -88,6 +91,7 @@ class Link:
         self._unsent = memoryview(b"")  # what did not fit into the transport's buffer
         self._is_woken = False  # a flush is scheduled
         self._frames = FrameReader(MAX_HELLO_BYTES)
+        self._has_begun = False  # a frame has come
         self._is_met = False  # the other end has sent its hello
         self.heartbeat: Heartbeat | None = None
         if timeout_s is not None:
@@ -221,13 +225,13 @@ class Link:
                 if len(data) < READ_BYTES or not self.is_open:
                     break
         except LinkError as error:
-            self._lose(error)
+            self._lose(self._no_link() or error)
             return
         if self.heartbeat is not None:
             self.heartbeat.silence.has_heard = True
         if has_ended:
             torn = f"the other end closed the link in the middle of a frame, after {len(self._frames)} bytes of it"
-            self._lose(self._failure() or (LinkError(torn) if len(self._frames) else None))
+            self._lose(self._failure() or self._no_link() or (LinkError(torn) if len(self._frames) else None))
 
     def _take_frames(self) -> None:
         frames = self._frames
@@ -236,6 +240,7 @@ class Link:
 
     def _take(self, kind: int, edge: int, header: memoryview, body: memoryview, count: int) -> None:
         if not self._is_met:
+            self._has_begun = True
             if kind != HELLO:
                 raise LinkError(f"a frame of kind {kind} before the hello")
             return self._meet(bytes(header))
@@ -339,6 +344,14 @@ class Link:
         self._codec = self._shared_codec.shifted(-offset_s) if offset_s else self._shared_codec
 
     # -- the end
+
+    def _no_link(self) -> LinkError | None:
+        """What the other end must be, if what it sent first is no frame."""
+        first = self._frames.first
+        if self._has_begun or not first or first.startswith(HELLO_START[: len(first)]):
+            return None
+        wants = "it does not begin as a link, so perhaps it wants a key; give both ends the same file of a key, or none"
+        return NoLink(what_speaks(first, has_key=False) or wants)
 
     def _failure(self) -> LinkError | None:
         failure = self._transport.failure

@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 from ..env.awake_time import AwakeTimeout
 from ..env.log import get_logger
-from .auth import AuthError, FleetKey, Handshake, Role
+from .auth import MAC_BYTES, AuthError, FleetKey, Handshake, KeyRefused, Role
+from .frames import ALERT_RECORD, FIRST_BYTES, HANDSHAKE_RECORD, what_speaks
 from .handshake_turns import HandshakeTurns, source_of
 from .tls import FleetTls, TlsError
-from .tls_transport import ALERT_RECORD, HANDSHAKE_RECORD, TlsStream
+from .tls_transport import TlsStream
 from .transport import SocketTransport
 
 HANDSHAKE_S = 5.0  # for the whole proof, and TLS before it
@@ -126,24 +127,15 @@ class _PlainStream:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._first = b""  # bytes that came
 
     async def recv(self, num_bytes: int) -> bytes:
-        data = await asyncio.get_running_loop().sock_recv(self._sock, num_bytes)
-        if len(self._first) < 2:
-            self._first += data[:2]
-        return data
+        return await asyncio.get_running_loop().sock_recv(self._sock, num_bytes)
 
     async def sendall(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self._sock, data)
 
     def transport(self) -> SocketTransport:
         return SocketTransport(self._sock)
-
-    @property
-    def meets_tls(self) -> bool:
-        """What came first begins as TLS does: by chance, that is so for one nonce in 30,000."""
-        return self._first[:2] in (HANDSHAKE_RECORD, ALERT_RECORD)
 
 
 class TcpListener:
@@ -280,18 +272,34 @@ class RefusalLog:
 async def _prove(stream: _Stream, key: FleetKey, role: Role) -> None:
     """Runs one end's part of the handshake. Raises `AuthError`, and OSError."""
     handshake = Handshake(key.derive("link"), role)
+    first = b""  # bytes of the other end
     try:
         await stream.sendall(handshake.nonce)
         while not handshake.is_done:
             data = await stream.recv(handshake.num_wanted)
             if not data:
-                raise AuthError("the other end closed the connection before it proved the key")
+                raise _closed(handshake, role)
+            if len(first) < FIRST_BYTES:
+                first += data[:FIRST_BYTES]
             if answer := handshake.feed(data):
                 await stream.sendall(answer)
     except (AuthError, ConnectionError):
-        if isinstance(stream, _PlainStream) and stream.meets_tls:
-            raise TlsError("it speaks TLS and this end does not; start both with the files of TLS, or none") from None
+        if (what := what_speaks(first, has_key=True)) is not None:  # by chance, so begins one nonce in 30,000
+            raise (TlsError if first[:2] in (HANDSHAKE_RECORD, ALERT_RECORD) else AuthError)(what) from None
         raise
+
+
+def _closed(handshake: Handshake, role: Role) -> AuthError | OSError:
+    """The error of a connection that ended before its proof.
+
+    A listener ends it without a word if the dialer's proof is wrong; and whatever that is, if it stops, or drops one of
+    too many connections.
+    """
+    if role == "listener":
+        return AuthError("the other end closed the connection before it proved the key")
+    if handshake.num_wanted > MAC_BYTES:
+        return ConnectionAbortedError("it closed the connection at once; it stops, is no engine, or is in a flood")
+    return KeyRefused("it closed the connection at the proof of the key, so it has another one")
 
 
 def _is_loopback(host: str) -> bool:

@@ -8,13 +8,13 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 
+from .frames import ALERT_RECORD, HANDSHAKE_RECORD
 from .tls import FleetTls, TlsError
 from .transport import SocketTransport
 
 RECORD_BYTES = 1 << 14  # of TLS, at most
 SEND_BYTES = 1 << 18  # that are encrypted at once
 MAX_HANDSHAKE_BYTES = 1 << 17  # of an end that has not shown its certificate
-HANDSHAKE_RECORD, ALERT_RECORD = b"\x16\x03", b"\x15\x03"  # the first bytes of a TLS connection
 NO_TLS = ALERT_RECORD + b"\x03\x00\x02\x02\x28"  # the alert "handshake failure": such an end may know that this is TLS
 
 

@@ -110,6 +110,11 @@ class CoreKeeper(ProcessKeeper):
             self._pauses.note_ready(self._env.now(), 0.0)
         super().start(client)
 
+    def note_unreached(self, reason: str) -> None:
+        """Its engine cannot be reached yet, for this reason."""
+        if self.away is not None and self.away.state == "loading":
+            self.away = Health("loading", stage="engine", reason=reason)
+
     async def stop(self) -> None:
         """As in `ProcessKeeper`. The engine does not come back any more, so a request in doubt ends."""
         await super().stop()

@@ -42,7 +42,7 @@ from .fleet_adapters import FleetAdapters
 from .fleet_requests import FleetRequests
 from .fleet_router import FleetRouter
 from .front import DISPATCHED, FleetStages, dispatched_status, make_merged
-from .hosts import MAX_ENGINES, HereHosts, MakeHosts
+from .hosts import MAX_ENGINES, HereHosts, MakeHosts, list_of_reasons
 from .merged_status import merged, remains
 from .request_hold import RequestHold
 from .resuming import Resuming
@@ -297,7 +297,7 @@ class FleetProcesses:
         self._core_changed()
 
     async def start_again(self, core: EngineCore, prepare: Callable[[], Awaitable[object]]) -> EngineClient:
-        await self.hosts.look(core.index)
+        await self.hosts.look(core.index, partial(_note_unreached, core))
         client = await core.start_again(self.config_of(core), prepare)
         assert self._front is not None
         info = self._front.loaded.info
@@ -340,7 +340,11 @@ class FleetProcesses:
         alive = [away for away in reasons if away.state != "dead"]
         if not alive and len(reasons) == len(present):
             return reasons[0]
-        return alive[0] if alive else Health("loading", stage="engine", reason="no engine process is left; some start")
+        if not alive:
+            return Health("loading", stage="engine", reason="no engine process is left; some start")
+        if len(alive) == 1 or not self.hosts.outlive_links:
+            return alive[0]
+        return Health("loading", stage="engine", reason=list_of_reasons([away.reason or "" for away in alive]))
 
     @property
     def keeps_requests(self) -> bool:
@@ -475,6 +479,11 @@ class FleetProcesses:
             }
             for core in self._present
         ]
+
+
+def _note_unreached(core: EngineCore, reason: str) -> None:
+    if isinstance(core.keeper, CoreKeeper):
+        core.keeper.note_unreached(reason)
 
 
 def _search_of(exit: Outboxes, request_id: str) -> str | None:

@@ -22,6 +22,7 @@ from ..traffic.traffic_rules import TrafficRules
 from .placement import Place, check, environment_here, places
 
 MAX_ENGINES = 64
+MAX_TOLD = 4  # reasons why there is no engine
 SAME = ("model_id", "device", "dtype", "vocab_size", "attention_backend", "block_size")  # of all processes' models
 
 
@@ -95,8 +96,8 @@ class Hosts(Protocol):
     async def open(self) -> None:
         """Called before the first process starts."""
 
-    async def look(self, index: int) -> None:
-        """Called before a successor of a process starts; may wait until it can."""
+    async def look(self, index: int, on_failure: Callable[[str], object]) -> None:
+        """Called before a successor of a process starts; may wait until it can. `on_failure` gets why it cannot yet."""
 
     async def close(self) -> None:
         """Called after the last process has ended. Idempotent."""
@@ -107,6 +108,13 @@ class Hosts(Protocol):
 
 
 MakeHosts = Callable[[EngineSetup], Hosts]
+
+
+def list_of_reasons(reasons: Sequence[str]) -> str:
+    """Why none of several engines is there: each reason once, the first of many."""
+    told = list(dict.fromkeys(reasons))
+    more = [f"and {len(told) - MAX_TOLD} more"] if len(told) > MAX_TOLD else []
+    return "; ".join([*told[:MAX_TOLD], *more])
 
 
 class FixedHosts:
@@ -191,7 +199,7 @@ class HereHosts(FixedHosts):
     async def open(self) -> None:
         """Does nothing."""
 
-    async def look(self, index: int) -> None:
+    async def look(self, index: int, on_failure: Callable[[str], object]) -> None:
         """Does nothing."""
 
     async def close(self) -> None:

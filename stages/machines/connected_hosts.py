@@ -154,12 +154,16 @@ class ConnectedHosts:
     def follow(self, fleet: Fleet) -> None:
         self._members.follow(fleet)
 
-    async def look(self, index: int) -> None:
+    async def look(self, index: int, on_failure: Callable[[str], object]) -> None:
         """Waits until the engine can be reached."""
         self._drop(index)
         peer = self._peer(index)
         longest_pause_s = AGAIN_PAUSE_S if peer in self._reached else LONGEST_PAUSE_S
-        self._waiting[index] = await reached(peer, longest_pause_s=longest_pause_s)
+
+        def failed(error: Exception) -> None:
+            on_failure(f"engine {peer.name} is not reached: {reason_of(error)}")
+
+        self._waiting[index] = await reached(peer, failed, longest_pause_s)
 
     async def close(self) -> None:
         await self._members.aclose()
@@ -198,8 +202,10 @@ async def look_at_first(members: Members, rules: TrafficRules | None = None) -> 
             named = {peer.name: peer for peer in members.present.values()}
             for name in looks.keys() - named.keys():
                 looks.pop(name).cancel()
+                members.unreached.pop(name, None)
             for name in named.keys() - looks.keys():
-                looks[name] = asyncio.ensure_future(look_at(named[name]))
+                looking = look_at(named[name], on_failure=partial(members.note_unreached, name))
+                looks[name] = asyncio.ensure_future(looking)
             if ready := await _answered(looks, members.period_s):
                 names = list(ready)
                 if members.is_fixed:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable
 from typing import Protocol
 
 from ...runtime.env.awake_time import AwakeTimeout
 from ...runtime.env.log import get_logger
-from ...runtime.processes.auth import AuthError, FleetKey
-from ...runtime.processes.frames import LinkError
+from ...runtime.processes.auth import AuthError, FleetKey, KeyRefused
+from ...runtime.processes.frames import LinkError, NoLink
 from ...runtime.processes.link import Link
 from ...runtime.processes.link_channels import InboundChannel, OutboundChannel
 from ...runtime.processes.tcp import dial
@@ -26,6 +28,8 @@ from .engine_sources import Address
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two tries to reach an engine: each pause is twice the last one
 AGAIN_PAUSE_S = 1.0  # the longest one for an engine that was reached before: its successor may be there soon
+SURE_REFUSALS = 3  # of a key, one after the other: until then the engine may have ended at that moment
+FLAGS = " (--fleet-key-file, --fleet-tls-cert, --fleet-tls-key, --fleet-tls-ca)"
 WELCOME_S = 10.0  # from the connection to what the engine is
 
 log = get_logger("millrace.stages")
@@ -92,14 +96,24 @@ async def reached(
         pause_s = min(2 * pause_s, longest_pause_s)
 
 
-async def look_at(peer: EnginePeer, link_timeout_s: float | None = LINK_TIMEOUT_S) -> EngineReady:
-    """What an engine is, once it can be reached. Raises `ConfigError` for another key or version."""
+async def look_at(
+    peer: EnginePeer,
+    link_timeout_s: float | None = LINK_TIMEOUT_S,
+    on_failure: Callable[[str], object] = lambda reason: None,
+) -> EngineReady:
+    """What an engine is, once it can be reached. Raises `ConfigError` for another key or version.
+
+    `on_failure` is called with why it cannot be reached yet.
+    """
+    num_refused = 0
 
     def refuse(error: Exception) -> None:
-        if isinstance(error, TlsError):
-            raise ConfigError(f"engine {peer.name}: {error} (--fleet-tls-cert, --fleet-tls-key, --fleet-tls-ca)")
-        if isinstance(error, AuthError):
-            raise ConfigError(f"engine {peer.name}: {error}; give both the same --fleet-key-file")
+        nonlocal num_refused
+        num_refused = num_refused + 1 if isinstance(error, KeyRefused) else 0
+        is_sure = not isinstance(error, KeyRefused) or num_refused >= SURE_REFUSALS
+        if isinstance(error, AuthError) and is_sure:
+            raise ConfigError(f"engine {peer.name}: {reason_of(error)}")
+        on_failure(f"engine {peer.name}: {reason_of(error)}")
 
     pause_s, last = FIRST_PAUSE_S, ""
     while True:
@@ -113,6 +127,7 @@ async def look_at(peer: EnginePeer, link_timeout_s: float | None = LINK_TIMEOUT_
             if str(error) != last:
                 log.warning("engine.unreachable", engine=peer.name, reason=str(error))
                 last = str(error)
+            on_failure(str(error))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -130,8 +145,9 @@ async def _asked(transport: SocketTransport, peer: EnginePeer, link_timeout_s: f
 
     def lost(error: LinkError | None) -> None:
         if not told.done():
-            is_other = error is not None and "same version" in str(error)
+            is_other = isinstance(error, NoLink) or (error is not None and "same version" in str(error))
             reason = "it closed the connection" if error is None else str(error)
+            reason += FLAGS if isinstance(error, NoLink) else ""
             kind = ConfigError if is_other else EngineDied
             told.set_exception(kind(f"engine {peer.name}: {reason}"))
 
@@ -152,7 +168,18 @@ async def _asked(transport: SocketTransport, peer: EnginePeer, link_timeout_s: f
 
 
 def reason_of(error: Exception) -> str:
-    """Why an engine could not be reached."""
-    if isinstance(error, TimeoutError) and not str(error):
-        return "no answer in time"
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    """Why an engine could not be reached, and what to look at."""
+    if isinstance(error, TlsError):
+        return f"{error} (--fleet-tls-cert, --fleet-tls-key, --fleet-tls-ca)"
+    if isinstance(error, AuthError):
+        return f"{error}; give both the same --fleet-key-file"
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if text.startswith("Connect call failed") and isinstance(error, OSError) and error.errno:  # asyncio's own words
+        text = os.strerror(error.errno)
+    if isinstance(error, socket.gaierror):
+        return f"{text}: the name is not known here; look at its spelling, and at the name service"
+    if isinstance(error, ConnectionRefusedError):
+        return f"{text}: nothing listens there; the engine still loads, has ended, or listens at another address"
+    if isinstance(error, TimeoutError):
+        return "no answer in time; look at the address, and at firewalls on the way"
+    return text

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...runtime.env.log import get_logger
 from ..errors import ConfigError
-from ..fleet.hosts import MAX_ENGINES, Fleet
+from ..fleet.hosts import MAX_ENGINES, MAX_TOLD, Fleet, list_of_reasons
 from ..split.protocol import EngineReady
 from .engine_peers import EnginePeer, name_of
 from .engine_sources import Address, EngineSource, SourceError
@@ -32,6 +32,7 @@ class Members:
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_fixed = all(source.period_s is None for source in sources)
         self.peers: list[EnginePeer | None] = []  # by place; None: it is free
+        self.unreached: dict[str, str] = {}  # why, by the name of an engine, while the front waits for its first one
         self.standard: tuple[str, EngineReady] | None = None  # the engine by which all are judged: its name, and it
 
     @classmethod
@@ -60,6 +61,17 @@ class Members:
                 raise ConfigError(f"{len(names)} engines: a front has at most {MAX_ENGINES}; start more fronts")
         self.peers = [None] * (len(names) if self.is_fixed else MAX_ENGINES)
         self._change()
+
+    def note_unreached(self, name: str, reason: str) -> None:
+        """An engine cannot be reached yet, for this reason."""
+        self.unreached[name] = reason
+
+    @property
+    def why_waiting(self) -> str | None:
+        """Why the front has no engine yet; None: it is not known."""
+        if not any(peer is not None for peer in self.peers):
+            return "; ".join(["no engine is named yet", *list(self._errors.values())[:MAX_TOLD]])
+        return list_of_reasons(list(self.unreached.values())) if self.unreached else None
 
     @property
     def period_s(self) -> float | None:

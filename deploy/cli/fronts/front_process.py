@@ -91,6 +91,7 @@ async def _serve(member: FrontMember, setup: FrontSetup) -> None:
         server.service.sources, server.service.created = setup.sources, setup.created
         if engine is None:
             _follow_loading(member, server)
+            server.service.why_waiting = router.why_waiting
             await member.has_engines.wait()
             engine = await stack.enter_async_context(router)
         server.attach(engine)

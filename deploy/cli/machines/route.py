@@ -67,6 +67,10 @@ class RoutedEngine:
         self._link_timeout_s, self._traffic = link_timeout_s, traffic
         self._engine: RouteEngine | None = None
 
+    def why_waiting(self) -> str | None:
+        """Why it has no engine yet; None if that is not known."""
+        return self._members.why_waiting
+
     def follow(self, rules: TrafficRules) -> None:
         """Other rules than those it was made with, from now on."""
         self._traffic = rules

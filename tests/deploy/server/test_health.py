@@ -369,3 +369,23 @@ def test_health_says_how_far_a_model_is_loaded_until_there_is_an_engine() -> Non
                     assert await response.json() == {"status": "ready"}
 
     asyncio.run(run())
+
+
+def test_a_front_without_an_engine_says_why_it_waits() -> None:
+    why = "engine 10.0.0.5:7000 is not reached: Connection refused: nothing listens there"
+
+    async def run() -> None:
+        async with Server(ServerConfig(port=0)) as server, aiohttp.ClientSession(server.url) as session:
+            server.service.why_waiting = lambda: why
+            async with session.get("/health/ready") as response:
+                assert response.status == 503
+                assert await response.json() == {"status": "loading", "stage": "engine", "reason": why}
+            async with session.post("/v1/completions", json={"prompt": "a"}) as response:
+                error = (await response.json())["error"]
+            assert response.status == 503 and response.headers["Retry-After"] == "1"
+            assert (error["code"], error["message"]) == (
+                "loading",
+                f"no engine takes requests now: {why}; try again shortly",
+            )
+
+    asyncio.run(run())

@@ -13,10 +13,11 @@ import pytest
 
 from millrace.runtime.env.log import captured_logs
 from millrace.runtime.processes import tcp
-from millrace.runtime.processes.auth import AuthError, FleetKey
-from millrace.runtime.processes.frames import HELLO, pack_frame
+from millrace.runtime.processes.auth import AuthError, FleetKey, KeyRefused
+from millrace.runtime.processes.frames import HELLO, NoLink, pack_frame
 from millrace.runtime.processes.link import Link
 from millrace.runtime.processes.tcp import MAX_PENDING, RefusalLog, TcpListener, dial
+from millrace.runtime.processes.tls import TlsError
 from millrace.runtime.processes.transport import SocketTransport
 from millrace.runtime.processes.wire import Codec
 
@@ -126,16 +127,72 @@ def test_beyond_loopback_a_key_is_needed(host: str) -> None:
 @pytest.mark.security
 def test_a_dialer_with_another_key_or_none_is_refused_and_tells_nothing_to_the_engine() -> None:
     async def test(core: Core) -> None:
-        with pytest.raises(AuthError, match="closed the connection before it proved"):
+        with pytest.raises(AuthError, match="closed the connection at the proof of the key, so it has another one"):
             await dial(*core.listener.address, OTHER)
         link_lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         link = Link(await dial(*core.listener.address, None), CODEC, print, link_lost.set_result)
         link.start()
-        assert "a frame begins with" in str(await link_lost), "the listener's nonce is no frame"
+        lost = await link_lost
+        assert isinstance(lost, NoLink) and "perhaps it wants a key" in str(lost), "the listener's nonce is no frame"
         assert await ask(core, KEY, "still here") == "still here!"
 
     core = with_core(test)
     assert core.listener.num_refused == 2 and core.words == [Note("still here")]
+
+
+@pytest.mark.parametrize(
+    ("first", "kind", "said"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\nServer: aiohttp\r\nContent-Length: 0\r\n\r\n", AuthError, "it speaks HTTP"),
+        (b"\x15\x03\x03\x00\x02\x02\x28", TlsError, "it speaks TLS and this end does not"),
+        (b"".join(pack_frame(HELLO, 0, b"{}" * 40)), AuthError, "it has no key and this end has one"),
+        (bytes(32), KeyRefused, "at the proof of the key, so it has another one"),
+        (b"", ConnectionError, "it closed the connection at once"),
+        (bytes(31), ConnectionError, "it closed the connection at once"),
+    ],
+)
+def test_a_dialer_tells_what_it_met_instead_of_its_engine(first: bytes, kind: type[Exception], said: str) -> None:
+    async def main() -> None:
+        async def other() -> None:
+            sock, _ = await asyncio.get_running_loop().sock_accept(server)
+            await asyncio.get_running_loop().sock_recv(sock, 64)
+            await asyncio.get_running_loop().sock_sendall(sock, first)
+            sock.shutdown(socket.SHUT_WR)
+            await refused(sock)
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            meeting = asyncio.ensure_future(other())
+            with pytest.raises(kind, match=said):
+                await dial(*server.getsockname(), KEY, timeout_s=20.0)
+            await meeting
+
+    asyncio.run(asyncio.wait_for(main(), 60.0))
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (b"\x15\x03\x03\x00\x02\x02\x28", "it speaks TLS and this end does not"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it speaks HTTP, so this port is not the one for fronts"),
+        (bytes(32), "perhaps it wants a key"),
+    ],
+)
+def test_a_link_without_a_key_tells_what_it_met_instead_of_its_engine(first: bytes, said: str) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            lost: asyncio.Future[Any] = loop.create_future()
+            link = Link(await dial(*server.getsockname(), None), CODEC, print, lost.set_result)
+            link.start()
+            sock, _ = await loop.sock_accept(server)
+            await loop.sock_sendall(sock, first)
+            sock.close()
+            error = await lost
+            assert isinstance(error, NoLink) and said in str(error)
+
+    asyncio.run(asyncio.wait_for(main(), 60.0))
 
 
 @pytest.mark.security
@@ -318,6 +375,35 @@ def test_an_address_with_many_connections_loses_one_before_an_address_with_one()
 
 
 @pytest.mark.security
+def test_a_flood_from_one_ipv6_network_ends_no_connection_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(core: Core) -> None:
+        loop, accept = asyncio.get_running_loop(), asyncio.get_running_loop().sock_accept
+        peers = iter(["2001:db8:1::1", *(f"2001:db8:2::{number:x}" for number in range(MAX_PENDING))])
+
+        async def accepted(sock: socket.socket) -> tuple[socket.socket, tuple[str, int]]:
+            return (await accept(sock))[0], (next(peers), 1)
+
+        for _ in range(10):
+            await asyncio.sleep(0)
+        monkeypatch.setattr(loop, "sock_accept", accepted)
+        (await stranger(core)).close()  # which it was waiting to accept
+        while core.listener.num_refused < 1:  # noqa: ASYNC110 - a turn or two
+            await asyncio.sleep(0)
+        other = await stranger(core)
+        while not core.listener._pending:  # noqa: ASYNC110 - a turn or two
+            await asyncio.sleep(0)
+        strangers = [await stranger(core) for _ in range(MAX_PENDING)]
+        while core.listener.num_refused < 2:  # noqa: ASYNC110 - a turn or two
+            await asyncio.sleep(0)
+        sources = list(core.listener._pending.values())
+        assert "2001:db8:1::/64" in sources and sources.count("2001:db8:2::/64") == len(sources) - 1
+        for raw in (other, *strangers):
+            raw.close()
+
+    with_core(test, handshake_s=60.0)
+
+
+@pytest.mark.security
 def test_refused_connections_of_an_address_are_logged_with_their_number_and_a_pause() -> None:
     refusals = RefusalLog()
     with captured_logs() as events:
@@ -434,7 +520,7 @@ def test_an_address_of_a_name_with_another_key_does_not_keep_from_the_next(monke
         for addresses in ([away, wrong], [wrong, away]):
             with pytest.raises(AuthError, match="127.0.0.1: .*; 127.0.0.1: ") as refused:
                 await dialed(monkeypatch, addresses)
-            assert "Connection refused" in str(refused.value) and "before it proved the key" in str(refused.value)
+            assert "Connection refused" in str(refused.value) and "at the proof of the key" in str(refused.value)
         with pytest.raises(ConnectionRefusedError) as failed:
             await dialed(monkeypatch, [away, away])
         assert failed.value.strerror == "127.0.0.1: Connection refused; 127.0.0.1: Connection refused"

@@ -1,0 +1,129 @@
+"""A front that cannot reach an engine says why, and what to change: at its start, and while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from millrace.runtime.processes.auth import AuthError, FleetKey, KeyRefused
+from millrace.runtime.processes.tcp import TcpListener
+from millrace.runtime.processes.transport import SocketTransport
+from millrace.stages.errors import ConfigError
+from millrace.stages.machines import engine_peers
+from millrace.stages.machines.connected_hosts import look_at_first
+from millrace.stages.machines.engine_peers import SURE_REFUSALS, TcpPeer, look_at, reason_of
+from millrace.stages.machines.engine_sources import FixedAddress
+from millrace.stages.machines.membership import Members
+from tests.stages.machines.scripted_engines import ScriptedMachines, states, until, with_machines
+
+KEY, OTHER = FleetKey(bytes(range(32))), FleetKey(bytes(range(1, 33)))
+
+
+@asynccontextmanager
+async def listening(machines: ScriptedMachines, key: FleetKey | None) -> AsyncIterator[tuple[str, int]]:
+    """The address of an engine with this key."""
+    await machines.start("a")
+    listener = TcpListener("127.0.0.1", 0, key, machines.servers["a:1"].take)
+    await listener.start()
+    try:
+        yield listener.address
+    finally:
+        await listener.aclose()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "own", "said"),
+    [
+        (
+            KEY,
+            OTHER,
+            "it closed the connection at the proof of the key, so it has another one; give both the same --fl",
+        ),
+        (KEY, None, r"perhaps it wants a key; give both ends the same file of a key, or none \(--fleet-key-file, "),
+        (None, KEY, "it has no key and this end has one"),
+    ],
+)
+def test_a_wrong_key_or_one_alone_ends_the_start_with_what_to_change(
+    theirs: FleetKey | None, own: FleetKey | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_peers, "FIRST_PAUSE_S", 0.01)
+
+    @with_machines
+    async def test(machines: ScriptedMachines) -> None:
+        async with listening(machines, theirs) as address:
+            with pytest.raises(ConfigError, match=f"^engine 127.0.0.1:{address[1]}: .*{said}"):
+                await look_at(TcpPeer(address, own))
+
+    test()
+
+
+def test_an_engine_that_ends_at_the_proof_of_the_key_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ending:
+        name, num_asked = "a:1", 0
+
+        async def connect(self) -> SocketTransport:
+            self.num_asked += 1
+            raise KeyRefused("it closed the connection") if self.num_asked % SURE_REFUSALS else OSError("it is away")
+
+        def note_stuck(self) -> None:
+            raise AssertionError
+
+    async def main() -> None:
+        peer, told = Ending(), list[str]()
+        looking = asyncio.ensure_future(look_at(peer, on_failure=told.append))
+        await until(lambda: peer.num_asked > 3 * SURE_REFUSALS)
+        assert not looking.done() and any("it is away" in one for one in told)
+        looking.cancel()
+        await asyncio.wait([looking])
+
+    monkeypatch.setattr(engine_peers, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(engine_peers, "LONGEST_PAUSE_S", 0.001)
+    asyncio.run(main())
+
+
+def test_a_front_that_waits_for_its_first_engine_says_which_and_why() -> None:
+    async def main() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))  # and nothing listens
+            host, port = taken.getsockname()
+            members = Members([FixedAddress("a", (host, port))], lambda address: TcpPeer(address, KEY))
+            await members.open()
+            assert members.why_waiting is None
+            looking = asyncio.ensure_future(look_at_first(members))
+            await until(lambda: members.why_waiting is not None)
+            assert f"engine {host}:{port}: Connection refused: nothing listens there" in str(members.why_waiting)
+            looking.cancel()
+            await asyncio.wait([looking])
+
+    asyncio.run(main())
+
+
+@with_machines
+async def test_the_health_of_a_front_names_each_engine_that_it_cannot_reach(machines: ScriptedMachines) -> None:
+    await machines.start("a", "b")
+    async with machines.front(*(FixedAddress(name, (name, 1)) for name in "ab")) as engine:
+        await until(lambda: states(engine) == {"a": "ready", "b": "ready"})
+        await machines.stop("a")
+        await machines.stop("b")
+        await until(lambda: (engine.health.reason or "").count("nothing listens there") == 2)
+        assert "engine a:1 is not reached: " in str(engine.health.reason)
+        assert "engine b:1 is not reached: " in str(engine.health.reason)
+        assert all("nothing listens there" in one["reason"] for one in engine.engines)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (socket.gaierror(-2, "Name or service not known"), "look at its spelling"),
+        (TimeoutError(), "no answer in time; look at the address"),
+        (ConnectionRefusedError(111, "Connection refused"), "nothing listens there; the engine still loads, has ended"),
+        (AuthError("another key"), "another key; give both the same --fleet-key-file"),
+        (OSError(113, "No route to host"), "No route to host"),
+    ],
+)
+def test_the_reason_of_an_error_says_what_to_look_at(error: Exception, said: str) -> None:
+    assert said in reason_of(error)

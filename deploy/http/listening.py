@@ -21,6 +21,7 @@ from typing import Any
 from ...runtime.env.log import get_logger
 from ...stages.errors import ConfigError
 from ..config import ServerConfig
+from .port_holder import port_problem, process_name
 
 BACKLOG = 1024
 PROBE_S = 1.0  # for a Unix socket to accept
@@ -43,15 +44,18 @@ class ListeningSockets:
         self._file = None if path is None else _identity(path)
 
     @classmethod
-    def open(cls, config: ServerConfig, *, shares_port: bool = False) -> ListeningSockets:
+    def open(
+        cls, config: ServerConfig, *, shares_port: bool = False, flags: tuple[str, str] = ("--host", "--port")
+    ) -> ListeningSockets:
         """Opens the sockets of the configuration. `ConfigError` says why that is impossible.
 
-        With `shares_port` other processes of this user may do the same: each connection goes to one of them.
+        With `shares_port` other processes of this user may do the same: each connection goes to one of them. `flags`
+        are those that set host and port.
         """
         if config.uds is not None:
             path = Path(config.uds)
             return cls([_listen_unix(path)], path)
-        return cls(_listen_tcp(config.host, config.port, shares_port))
+        return cls(_listen_tcp(config.host, config.port, shares_port, flags))
 
     def close(self) -> None:
         """Stops listening. Idempotent."""
@@ -65,7 +69,7 @@ class ListeningSockets:
 # -- TCP
 
 
-def _listen_tcp(host: str, port: int, shares_port: bool) -> list[socket.socket]:
+def _listen_tcp(host: str, port: int, shares_port: bool, flags: tuple[str, str]) -> list[socket.socket]:
     """A socket for each address of the host, all on the same port."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -87,7 +91,7 @@ def _listen_tcp(host: str, port: int, shares_port: bool) -> list[socket.socket]:
     for sock in sockets:
         sock.close()
     assert problem is not None
-    raise ConfigError(_tcp_problem(host, port, problem)) from None
+    raise ConfigError(port_problem(host, port, problem, *flags)) from None
 
 
 def _listen_at(family: int, kind: int, protocol: int, address: Any, shares_port: bool) -> socket.socket:
@@ -104,46 +108,6 @@ def _listen_at(family: int, kind: int, protocol: int, address: Any, shares_port:
         sock.close()
         raise
     return sock
-
-
-def _tcp_problem(host: str, port: int, error: OSError) -> str:
-    where = f"cannot listen on {host}:{port}"
-    match error.errno:
-        case errno.EADDRINUSE:
-            holder = _holder_of_port(port) or "another process"
-            return f"{where}: {holder} listens there; stop it, or choose another --port"
-        case errno.EACCES:
-            return f"{where}: this user may not use the port; choose a --port from 1024 on"
-        case errno.EADDRNOTAVAIL:
-            return f"{where}: no network interface has this address; choose another --host"
-        case _:
-            return f"{where}: {error.strerror or error}; try another --host or --port"
-
-
-def _holder_of_port(port: int) -> str | None:
-    """The process that listens on a TCP port, if this user may see it."""
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text("ascii").splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:  # it listens
-                    inodes.add(f"socket:[{fields[9]}]")
-    if not inodes:
-        return None
-    for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdecimal()):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            for descriptor in os.listdir(f"/proc/{pid}/fd"):
-                if os.readlink(f"/proc/{pid}/fd/{descriptor}") in inodes:
-                    return _name_of(pid)
-    return None
-
-
-def _name_of(pid: int) -> str:
-    """A process by its number and name; never its arguments, which may hold keys."""
-    with contextlib.suppress(OSError):
-        return f"process {pid} ({Path(f'/proc/{pid}/comm').read_text('utf-8', 'replace').strip()})"
-    return f"process {pid}"
 
 
 # -- Unix
@@ -206,7 +170,7 @@ def _remove_stale(path: Path) -> None:
             holder = "another process"
         else:
             (pid, _, _) = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            holder = _name_of(pid)
+            holder = process_name(pid)
     raise ConfigError(f"uds = {path}: {holder} listens there; stop it, or name another path")
 
 

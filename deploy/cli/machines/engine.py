@@ -24,6 +24,7 @@ from ....stages.machines.engine_server import DrainBy, EngineServer
 from ....stages.machines.route_engine import warm_up_own
 from ....stages.traffic.labels import Labels, parse_labels
 from ...config import ServerConfig
+from ...http.port_holder import port_problem
 from .. import standard_streams
 from ..serve import STOP_S, StopSignals
 from .addresses import parse_address, prefix_key, read_key, read_tls, tls_files
@@ -82,7 +83,7 @@ async def _live(
             await warm_up_own(engine, warm_up)
             gc.collect()
             gc.freeze()
-            await listener.start()
+            await _listen(listener)
             if pages is not None:
                 pages.takes_fronts = True
             stop.on_early = None
@@ -135,12 +136,16 @@ async def _check_free(listener: TcpListener) -> None:
 
     Until it is loaded nothing listens, so that fronts see an engine that is away, and try again.
     """
+    if listener.address[1]:
+        await _listen(listener)
+        await listener.aclose()
+
+
+async def _listen(listener: TcpListener) -> None:
     try:
-        if listener.address[1]:
-            await listener.start()
-            await listener.aclose()
+        await listener.start()
     except OSError as error:
-        raise ConfigError(f"--listen {_text(listener.address)}: {error.strerror or error}") from None
+        raise ConfigError(port_problem(*listener.address, error, "--listen", "--listen")) from None
 
 
 @asynccontextmanager
@@ -151,10 +156,7 @@ async def _pages(engine: EngineServer, host: str, port: int | None) -> AsyncIter
     pages = EnginePages(engine, host, port)
     pages.takes_fronts = False
     try:
-        try:
-            await pages.start()
-        except ConfigError as error:
-            raise ConfigError(f"--metrics-port {port}: {error}") from None
+        await pages.start()
         yield pages
     finally:
         await pages.aclose()

@@ -42,7 +42,7 @@ class EnginePages:
 
     async def start(self) -> None:
         """Listens. Raises `ConfigError` if the port cannot be used."""
-        listening = ListeningSockets.open(self._config)
+        listening = ListeningSockets.open(self._config, flags=("--listen", "--metrics-port"))
         await self._runner.setup()
         await Site(self._runner, listening, self._config, None).start()
         host = f"[{self._host}]" if ":" in self._host else self._host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from millrace.deploy.config import ServerConfig
+from millrace.deploy.http import port_holder
 from millrace.deploy.http.listening import ListeningSockets
+from millrace.deploy.http.port_holder import port_problem
 from millrace.runtime.env.log import captured_logs
 from millrace.stages.errors import ConfigError
 
@@ -114,3 +117,20 @@ def test_a_path_that_cannot_be_a_socket_is_refused(tmp_path: Path, name: str, wo
     with pytest.raises(ConfigError, match=words):
         opened(tmp_path / name)
     assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("  sl  local_address rem_address   st\n", "has the port (as root, `ss -tlnp 'sport = :8000'` names it)"),
+        ("  sl\n 0: 0100007F:1F40 00000000:0000 0A 0 0 0 0 0 99999999999\n", "cannot see listens there (as root, `ss"),
+    ],
+)
+def test_a_process_that_this_user_cannot_see_is_named_by_a_command(
+    table: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tcp").write_text(table)
+    monkeypatch.setattr(port_holder, "TABLES", (tmp_path / "tcp", tmp_path / "tcp6"))
+    problem = port_problem("::1", 8000, OSError(errno.EADDRINUSE, "Address already in use"), "--listen", "--listen")
+    assert problem.startswith("cannot listen on [::1]:8000: a process that this user cannot see ")
+    assert said in problem and problem.endswith("; stop it, or choose another --listen")

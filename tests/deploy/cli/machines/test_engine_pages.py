@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
 import pytest
 
+from millrace.deploy.cli.machines.engine import _check_free
 from millrace.deploy.cli.machines.engine_pages import EnginePages
+from millrace.runtime.processes.tcp import TcpListener
+from millrace.stages.errors import ConfigError
 
 PROBE = "/health/ready?fronts="
 READY = {"/health": 200, "/health/ready": 200, f"{PROBE}0": 200, "/health/live": 200}
@@ -68,5 +73,18 @@ def test_an_engine_is_loading_until_it_listens_although_it_is_its_own_front_befo
                     assert told == (503, "loading", "the first requests run")
         finally:
             await pages.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_taken_port_of_an_engine_is_refused_with_the_process_and_the_flag() -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            start = rf"^cannot listen on 127\.0\.0\.1:{port}: process {os.getpid()} \(.*\) listens there; "
+            with pytest.raises(ConfigError, match=rf"{start}stop it, or choose another --listen$"):
+                await _check_free(TcpListener("127.0.0.1", port, None, print))
+            with pytest.raises(ConfigError, match=rf"{start}stop it, or choose another --metrics-port$"):
+                await EnginePages(cast(Any, None), "127.0.0.1", port).start()
 
     asyncio.run(main())

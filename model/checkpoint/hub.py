@@ -11,12 +11,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, DownloadError
+from ..errors import CheckpointError, DownloadError, HubUnreachable
 from ..gguf.choice import choose, models_of
 from ..gguf.reader import part_names
 from ..gguf.siblings import model_bytes
 from ..similar_models import BUNDLED, similar_model
-from .hub_sizes import SAFETENSORS, check_disk, has_all_weights, hub_errors, sizes_on_hub, weights_below
+from .hub_sizes import SAFETENSORS, brief, check_disk, has_all_weights, hub_errors, sizes_on_hub, weights_below
 from .remote_folder import fetch
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total; the total grows while files are listed
@@ -81,12 +81,22 @@ def resolve(
         raise DownloadError(f"{model[:200]!r}: no such directory, and not the form of a Hub id (owner/name){near}")
     download = partial(_snapshot, name, revision, download_dir, token, offline, on_progress)
     cached = _cached_snapshot(name, revision, download_dir)
+
+    def ask() -> Mapping[str, int]:
+        """The sizes of the files on the Hub. If that cannot be reached, all further files are those of the cache."""
+        nonlocal offline, download
+        try:
+            return sizes_on_hub(name, revision, token)
+        except HubUnreachable as error:
+            offline, download = True, partial(download, unreachable=str(error))
+            return {}
+
     if folder.endswith(".gguf"):
         return _stand_in(download(part_names(folder)) / folder)
     sizes: Mapping[str, int] = {}
     if quant is None:
         if not offline and check_weights is not None and not has_all_weights(cached / folder):
-            sizes = sizes_on_hub(name, revision, token)
+            sizes = ask()
             if weights := weights_below(folder, sizes):
                 check_disk(name, weights, cached, _cache(download_dir))
                 check_weights(download(_below(folder, SMALL)) / folder, sum(weights.values()))
@@ -96,7 +106,7 @@ def resolve(
     if offline:
         sizes = dict.fromkeys(_cached_names(download(("*.gguf",))), 0)
     elif not sizes:
-        sizes = sizes_on_hub(name, revision, token)
+        sizes = ask()
         if not sizes and quant is not None:  # the Hub does not answer: what the cache has, or why there is nothing
             sizes = dict.fromkeys(_cached_names(download(("*.gguf",))), 0)
     parts = choose(sizes, quant, name)
@@ -244,7 +254,10 @@ def _snapshot(
     offline: bool,
     on_progress: Progress | None,
     patterns: Sequence[str],
+    *,
+    unreachable: str = "",
 ) -> Path:
+    """`unreachable`: why the Hub is not asked again, as it has not answered."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -258,7 +271,7 @@ def _snapshot(
                 token=token,
                 allow_patterns=list(patterns),
                 ignore_patterns=[f"*{name}" for name in POINTERS],
-                local_files_only=offline,
+                local_files_only=offline or bool(unreachable),
                 tqdm_class=None if on_progress is None else _reporting_bar(on_progress),
             )
         )
@@ -269,10 +282,11 @@ def _snapshot(
                 f"{name}: not in the cache, and offline mode forbids fetching it{near}; run once without offline mode "
                 "(HF_HUB_OFFLINE), or give a local directory"
             ) from None
-        reason = _brief(error.__cause__ or error)
+        reason = unreachable or brief(error.__cause__ or error)
         raise DownloadError(
             f"{name}: no such directory here{near}, not in the cache, and the Hub cannot be reached: {reason}; check "
-            "the name, network and proxy, or give a local directory"
+            "the name, network and proxy, or give a local directory; without a network set HF_HUB_OFFLINE=1, and the "
+            "Hub is not asked"
         ) from None
     except GatedRepoError:
         raise DownloadError(f"{name}: accept its licence on the Hub, then give a token (HF_TOKEN)") from None
@@ -283,7 +297,7 @@ def _snapshot(
             "(HF_TOKEN) if it is private"
         ) from None
     except hub_errors() as error:
-        reason = _brief(error).removesuffix(".")
+        reason = brief(error).removesuffix(".")
         raise DownloadError(f"{name}: download failed: {reason}; run again to go on where it stopped") from None
 
 
@@ -311,7 +325,3 @@ def _reporting_bar(on_progress: Progress) -> Any:
 
 def _is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-
-
-def _brief(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..errors import AdapterError, DownloadError, HubUnreachable
-from .hub import _brief, _hub_address, _is_offline, _snapshot
+from .hub import _hub_address, _is_offline, _snapshot
+from .hub_sizes import ANSWER_S, brief
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -58,11 +59,11 @@ def _ask_hub(name: str, revision: str | None) -> ModelInfo | None:
     # with the HTTPError of whichever client the library has
     faults = cast("tuple[type[Exception], ...]", (*HfHubHTTPError.__bases__, OSError))
     try:
-        return HfApi().model_info(name, revision=revision, files_metadata=True)
+        return HfApi().model_info(name, revision=revision, files_metadata=True, timeout=ANSWER_S)
     except GatedRepoError:
         raise DownloadError(f"{name}: accept its licence on the Hub, then give a token (HF_TOKEN)") from None
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise DownloadError(f"{name} at {revision or 'main'}: not on the Hub: {_brief(error)}") from None
+        raise DownloadError(f"{name} at {revision or 'main'}: not on the Hub: {brief(error)}") from None
     except faults:
         return None
 

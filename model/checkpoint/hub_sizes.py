@@ -7,23 +7,35 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..errors import CheckpointError, DownloadError
+from ..errors import CheckpointError, DownloadError, HubUnreachable
 from ..files import read_json
 from .safetensors import INDEX, WHOLE, needed_shards
 
 SAFETENSORS = "*.safetensors"
+ANSWER_S = 4.0  # for the Hub to connect, and to answer
 
 
 def sizes_on_hub(model: str, revision: str | None, token: str | None) -> dict[str, int]:
-    """The bytes of a repository's files; none where the Hub does not answer, as the download then says why."""
+    """The bytes of a repository's files; none where the Hub refuses to tell, as the download then says why.
+
+    Raises HubUnreachable if no answer comes: after one try, as a mistyped name on a machine without a network is to be
+    told soon.
+    """
     from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import RepoFile
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        found = HfApi(token=token).list_repo_tree(model, recursive=True, revision=revision)
-        return {file.path: file.size for file in found if isinstance(file, RepoFile)}
-    except hub_errors():
+        info = HfApi(token=token).model_info(model, revision=revision, files_metadata=True, timeout=ANSWER_S)
+        return {file.rfilename: file.size for file in info.siblings or () if file.size is not None}
+    except (HfHubHTTPError, ValueError):
         return {}
+    except hub_errors() as error:
+        raise HubUnreachable(brief(error)) from None
+
+
+def brief(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def hub_errors() -> tuple[type[Exception], ...]:

@@ -172,11 +172,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif "/resolve/" in path:
             self.reply(200, FILES[name], {"ETag": f'"{name}"', "X-Repo-Commit": self.commit})
-        elif "/tree/" in path:
-            tree = [{"type": "file", "path": name, "size": len(raw), "oid": name} for name, raw in FILES.items()]
-            self.reply(200, json.dumps(tree).encode())
         else:
-            siblings = [{"rfilename": name} for name in FILES]
+            siblings = [{"rfilename": name, "size": len(raw)} for name, raw in FILES.items()]
             self.reply(200, json.dumps({"id": "owner/name", "sha": self.commit, "siblings": siblings}).encode())
 
     do_HEAD = do_GET
@@ -220,7 +217,7 @@ def test_a_download_fetches_what_is_needed_and_reports_bytes(name: str, said: st
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"HF_ENDPOINT": "nonsense"}, "download failed: Request URL is missing"),
+        ({"HF_ENDPOINT": "nonsense"}, "Request URL is missing"),
         ({"HF_ENDPOINT": "https://127.0.0.1:9", "HTTPS_PROXY": "ftp://x"}, "Unknown scheme for proxy"),
     ],
     ids=["no address", "proxy"],
@@ -242,10 +239,25 @@ def test_a_hub_without_an_answer_is_told_with_the_model_that_may_be_meant(
     def unreachable(*args: Any, **options: Any) -> Any:
         raise errors.HTTPError("Name or service not known")
 
-    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_tree", unreachable)
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     with pytest.raises(DownloadError, match="demoo: download failed: Name or service not known; run again"):
         resolve("demoo", download_dir=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["no/such-model", "no/such-model:Q4_K_M"])
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_told_with_what_to_do(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(seconds: float) -> None:
+        raise AssertionError(f"it waits {seconds} s to ask again")
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nothing listens
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setattr("time.sleep", sleep)
+        with pytest.raises(DownloadError, match="cannot be reached: .*refused.*local directory.*HF_HUB_OFFLINE=1"):
+            resolve(name, download_dir=tmp_path, check_weights=lambda folder, num_bytes: None)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class Hub:
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", self.model_info)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
 
-    def model_info(self, name: str, revision: str | None, files_metadata: bool) -> Any:
+    def model_info(self, name: str, revision: str | None, files_metadata: bool, timeout: float) -> Any:
         if not self.is_there:
             raise OSError("no route")
         files = [SimpleNamespace(rfilename=name, size=size) for name, size in SIZES.items()]

@@ -25,9 +25,9 @@ from tests.counts import count
 from tests.deploy.running import RunningServer
 from tests.security.oracle import TEXT
 
-NUM_PAIRS = count(40, full=200)  # over HTTP; half as many where each of them takes a preemption
-NUM_EXACT_PAIRS = count(8, full=40)  # in virtual time, of each manner
-NUM_CONTROL_PAIRS = 4  # in virtual time
+NUM_PAIRS = count(24, full=200)  # over HTTP; half as many where each of them takes a preemption
+NUM_EXACT_PAIRS = count(4, full=40)  # in virtual time, of each manner
+NUM_CONTROL_PAIRS = 2  # in virtual time
 NUM_TELLING_PAIRS = 15  # over HTTP, where each tells
 SIZES = {"block_size": 4, "max_model_len": 48, "max_num_seqs": 4, "max_num_batched_tokens": 4}
 SHORT, LONG = 16, 40  # tokens of a prompt: four or ten steps to compute, of which a cached one needs one

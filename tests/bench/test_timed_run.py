@@ -24,6 +24,7 @@ from tests.bench.gpu.timed_run.parts import BUDGET_S, DRY_PARTS, PARTS, Part
 from tests.bench.gpu.timed_run.rows import KINDS, NAME, RowFile, read_rows
 from tests.bench.gpu.timed_run.summary import predictions, table, told
 from tests.bench.planted_parts import planted
+from tests.counts import count
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,11 +81,16 @@ def started(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
+KILLS = [  # at which size of the file, by what; the full count has all six
+    *((60_000, signal.SIGTERM), (2_000, signal.SIGKILL), (1, signal.SIGTERM)),
+    *((60_000, signal.SIGKILL), (2_000, signal.SIGTERM), (1, signal.SIGKILL)),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("num_bytes", [1, 2_000, 60_000])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(("num_bytes", "number"), KILLS[: count(3, full=6)])
 def test_a_run_that_is_killed_leaves_whole_rows_and_no_process(
-    tmp_path: Path, number: signal.Signals, num_bytes: int
+    tmp_path: Path, num_bytes: int, number: signal.Signals
 ) -> None:
     file = tmp_path / NAME
     with started(tmp_path) as run:
@@ -197,14 +203,8 @@ def test_without_a_gpu_it_says_so_and_fails(
 
 # ---- dry ------------------------------------------------------------------------------------------------------------
 
-NOT_IN_CI = {
-    "gates",
-    "transformers",
-    "steps-8b",
-    "steps-fp8",
-    "steps-lora",
-    "experts",
-}  # the full dry run has them
+# the full dry run has them; tests/kernels/triton/test_gpu_trials.py runs the code of `checks`
+NOT_IN_CI = {"checks", "experts", "gates", "steps-8b", "steps-fp8", "steps-lora", "transformers"}
 
 
 @pytest.mark.slow

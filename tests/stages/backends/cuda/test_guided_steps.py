@@ -100,12 +100,12 @@ def test_log_probabilities_are_those_of_the_guided_choice(checkpoint: Path, mode
 @pytest.mark.parametrize("swap_blocks", [0, 20], ids=["recompute", "swap"])
 def test_preempted_guided_sequences_go_on_where_they_were(checkpoint: Path, swap_blocks: int) -> None:
     params = (
-        *(regex("[a-z ]{60,90}", 40),) * 3,
-        greedy(40, thinking_budget=budget(25)),
-        greedy(40, bad_words_token_ids=((31, 32), (40, 41, 42))),
+        *(regex("[a-z ]{60,90}", 28),) * 3,
+        greedy(28, thinking_budget=budget(18)),
+        greedy(28, bad_words_token_ids=((31, 32), (40, 41, 42))),
     )
     settings = {"num_gpu_blocks": 14, "max_model_len": 100, "block_size": 8, "num_cpu_blocks": swap_blocks}
-    right, ran = both(checkpoint, among_plain(params, 40), late(), **settings)
+    right, ran = both(checkpoint, among_plain(params, 28), late(), **settings)
     assert ran.num_preemptions > 0 and (ran.num_copied > 0) == (swap_blocks > 0)
     assert ran.answers == right.answers and is_guided_throughout(ran)
 

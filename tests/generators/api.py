@@ -3,8 +3,8 @@
 In CI (`conforms`) each operation gets 12 cases and more: the bounds of all its fields, one by one, and random ones.
 Where the bounds are many by themselves (51 to 535 for sixteen operations) random ones fill up, two at least; all
 others get 12. Those below /api, whose fields become those of a chat, get a part of theirs. Operations that read the
-same body share its bounds, and the largest have half of theirs tried, as `hooks.py` says. An operation that deletes
-takes the ids that others were given, each once, and ends with the last.
+same body share its bounds, and the largest have a quarter of theirs tried, as `hooks.py` says. An operation that
+deletes takes the ids that others were given, each once, and ends with the last.
 MILLRACE_FULL=1 draws 200 for all, gives each all of its bounds, and follows links too. What a check asks beside its
 case is not counted.
 

@@ -62,19 +62,19 @@ class Found:
         self.is_done = self.is_done or kind == "done"
 
 
-async def read_socket(url: str, streams: dict[str, Found], num_tokens: int, cuts: bool) -> int:
+async def read_socket(url: str, streams: dict[str, Found], num_tokens: int, cut_every_s: float | None) -> int:
     """Asks for all of one socket's streams and reads them to their ends. How often it was cut off."""
-    num_cuts = -1
+    num_cuts, has_cuts = -1, cut_every_s is not None
     async with aiohttp.ClientSession() as http:
         while not all(found.is_done for found in streams.values()):
             num_cuts += 1
             async with http.ws_connect(f"{url}/v1/stream", autoclose=False) as socket:
                 for id, found in streams.items():
                     if not found.is_done:
-                        await socket.send_json(_ask(id, found, num_tokens, cuts))
+                        await socket.send_json(_ask(id, found, num_tokens, has_cuts))
                 try:
-                    async with asyncio.timeout(CUT_EVERY_S if cuts else None):
-                        await _read(socket, streams, cuts)
+                    async with asyncio.timeout(cut_every_s):
+                        await _read(socket, streams, has_cuts)
                 except TimeoutError:
                     connection = socket._response.connection
                     if connection is not None and connection.transport is not None:
@@ -82,14 +82,14 @@ async def read_socket(url: str, streams: dict[str, Found], num_tokens: int, cuts
     return num_cuts
 
 
-def _ask(id: str, found: Found, num_tokens: int, cuts: bool) -> dict[str, Any]:
+def _ask(id: str, found: Found, num_tokens: int, has_cuts: bool) -> dict[str, Any]:
     if found.token:
         return {"type": "resume", "id": id, "token": found.token, "last": found.last}
     body = {"prompt": found.prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    return {"type": "create", "id": id, "endpoint": "completions", "body": body, "resume": cuts}
+    return {"type": "create", "id": id, "endpoint": "completions", "body": body, "resume": has_cuts}
 
 
-async def _read(socket: aiohttp.ClientWebSocketResponse, streams: dict[str, Found], cuts: bool) -> None:
+async def _read(socket: aiohttp.ClientWebSocketResponse, streams: dict[str, Found], has_cuts: bool) -> None:
     num_left = sum(not found.is_done for found in streams.values())
     while num_left:
         message = await socket.receive()
@@ -99,15 +99,17 @@ async def _read(socket: aiohttp.ClientWebSocketResponse, streams: dict[str, Foun
         found = streams[told["id"]]
         found.take(told)
         num_left -= found.is_done
-        if cuts and (found.is_done or found.last % 64 == 0):
+        if has_cuts and (found.is_done or found.last % 64 == 0):
             await socket.send_json({"type": "credit", "id": told["id"], "last": found.last})
 
 
-async def load(url: str, num_streams: int, num_sockets: int, num_tokens: int, cuts: bool) -> tuple[list[Found], int]:
+async def load(
+    url: str, num_streams: int, num_sockets: int, num_tokens: int, cut_every_s: float | None
+) -> tuple[list[Found], int]:
     """All streams, and the number of cuts."""
     streams = {f"s{i}": Found(f"stream {i}:") for i in range(num_streams)}
     shares = [dict(list(streams.items())[i::num_sockets]) for i in range(num_sockets)]
-    cut = await asyncio.gather(*(read_socket(url, share, num_tokens, cuts) for share in shares))
+    cut = await asyncio.gather(*(read_socket(url, share, num_tokens, cut_every_s) for share in shares))
     return list(streams.values()), sum(cut)
 
 
@@ -131,8 +133,8 @@ def cpu_seconds(server: RunningServer) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(num_streams: int, num_sockets: int, seconds: float, cuts: bool) -> dict[str, Any]:
-    """All of it. `complaints` must be empty."""
+def measure(num_streams: int, num_sockets: int, seconds: float, cut_every_s: float | None) -> dict[str, Any]:
+    """All of it; with the time after which each socket is cut off, None: never. `complaints` must be empty."""
     num_tokens = int(seconds * RATE)
     blocks = num_streams * (num_tokens // 16 + 4)
     engine = {
@@ -144,7 +146,7 @@ def measure(num_streams: int, num_sockets: int, seconds: float, cuts: bool) -> d
     }
     with RunningServer(engine=engine, server={"ws_max_streams": num_streams}, step_s=1 / RATE) as server:
         began_s, used_s = time.perf_counter(), cpu_seconds(server)
-        found, num_cuts = asyncio.run(load(server.url, num_streams, num_sockets, num_tokens, cuts))
+        found, num_cuts = asyncio.run(load(server.url, num_streams, num_sockets, num_tokens, cut_every_s))
         took_s, used_s = time.perf_counter() - began_s, cpu_seconds(server) - used_s
         violations = server.stats()["violations"]
     gaps = np.concatenate([np.diff(one.arrivals_s) for one in found])
@@ -175,7 +177,7 @@ def main() -> None:
     parser.add_argument("--cut", action="store_true", help="cut each socket off every 5 s")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = measure(options.streams, options.sockets, options.seconds, options.cut)
+    found = measure(options.streams, options.sockets, options.seconds, CUT_EVERY_S if options.cut else None)
     print(json.dumps(found, indent=2))
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")

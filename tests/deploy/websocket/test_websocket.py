@@ -208,7 +208,7 @@ async def test_a_message_that_is_wrong_is_told_where(message, param):
 async def test_text_that_is_no_json_object_is_told_and_the_socket_goes_on(text):
     async with serving() as running:
         async with running.client() as client:
-            await client.create("before", max_tokens=300, ignore_eos=True)
+            await client.create("before", max_tokens=60, ignore_eos=True)
             await client.socket.send_str(text)
             error = await client.receive_until("error")
             assert (error["id"], error["in_reply_to"], error["error"]["code"]) == (None, None, "invalid_json")

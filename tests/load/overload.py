@@ -32,17 +32,21 @@ class Outcome:
     complaints: list[str] = field(default_factory=list)
 
 
-def run(seconds: float = 300.0, factor: float = 4.0) -> Figures:
-    """First at the rate that the server can serve, then at `factor` times it. `complaints` must be empty."""
+def run(seconds: float = 300.0, factor: float = 4.0, least_s: float = 1.0) -> Figures:
+    """First at the rate that the server can serve, then at `factor` times it. `complaints` must be empty.
+
+    The first takes a fifth of `seconds` and at least `least_s`, as what goes before it.
+    """
+    served_s = max(least_s, seconds / 5)
     capacity = MAX_SEQS / (NUM_TOKENS * STEP_S)  # requests/s, if all rows of all steps are used
     engine = {"max_num_seqs": MAX_SEQS, "max_waiting_requests": MAX_WAITING}
     with RunningServer(engine=engine, step_s=STEP_S) as server:
-        asyncio.run(_send(server.url, 0.5 * capacity, 1.0))
-        at_capacity = asyncio.run(_send(server.url, 0.9 * capacity, max(1.0, seconds / 5)))
+        asyncio.run(_send(server.url, 0.5 * capacity, least_s))
+        at_capacity = asyncio.run(_send(server.url, 0.9 * capacity, served_s))
         overloaded = asyncio.run(_send(server.url, factor * capacity, seconds))
         violations = server.stats()["violations"]
     complaints = violations + at_capacity.complaints + overloaded.complaints
-    goodput, peak = overloaded.served / seconds, at_capacity.served / max(1.0, seconds / 5)
+    goodput, peak = overloaded.served / seconds, at_capacity.served / served_s
     if goodput < MIN_GOODPUT * peak:
         complaints.append(f"goodput {goodput:.1f}/s: at least {MIN_GOODPUT} of {peak:.1f}")
     if percentile(overloaded.refused_ms, 99) > MAX_REFUSAL_MS:

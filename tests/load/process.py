@@ -23,6 +23,10 @@ class Held:
     num_descriptors: int
     cpu_s: float
 
+    def holds_no_more_than(self, other: Held) -> bool:
+        """Of threads and descriptors."""
+        return self.num_threads <= other.num_threads and self.num_descriptors <= other.num_descriptors
+
     @classmethod
     def by(cls, pid: int) -> Held:
         process = psutil.Process(pid)
@@ -30,13 +34,16 @@ class Held:
         return cls(process.memory_info().rss / MIB, process.num_threads(), process.num_fds(), times.user + times.system)
 
 
-def settled(server: RunningServer, seconds: float = 10.0) -> Held:
-    """What the server holds once its connections are closed: when it held no more for a second, or after `seconds`."""
+def settled(server: RunningServer, seconds: float = 10.0, enough: Held | None = None) -> Held:
+    """What the server holds once its connections are closed: when it held no more for a second, or after `seconds`, or
+    when it holds no more threads and descriptors than `enough`."""
     if server.is_scripted:
         server.wait_until_idle(30.0)
         server.ask("collect")
     deadline, least, since = time.monotonic() + seconds, Held.by(server.process.pid), time.monotonic()
     while time.monotonic() < min(deadline, since + 1.0):
+        if enough is not None and least.holds_no_more_than(enough):
+            break
         time.sleep(0.1)
         now = Held.by(server.process.pid)
         if now.num_descriptors < least.num_descriptors or now.num_threads < least.num_threads:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import sys
+from dataclasses import replace
 
 import aiohttp
 
@@ -21,8 +22,10 @@ SERVE = (sys.executable, "-m", "millrace", "serve", "--port", "0")
 FULL_AT = 60_000  # requests after which the caches that /server_info names are full
 
 
-def run(num_requests: int = 100_000, *, is_bundled: bool = False, pieces: int = 20, seed: int = 1) -> Figures:
-    """Sends them from 32 clients at once. `complaints` must be empty.
+def run(
+    num_requests: int = 100_000, *, is_bundled: bool = False, pieces: int = 20, seed: int = 1, num_before: int = 500
+) -> Figures:
+    """Sends them from 32 clients at once, after `num_before` that are not counted. `complaints` must be empty.
 
     Memory is read between pieces of them, when nothing is under way and what the C library keeps was given back. The
     slope is that of the last part: after 60,000 requests, or the last half of fewer.
@@ -30,13 +33,14 @@ def run(num_requests: int = 100_000, *, is_bundled: bool = False, pieces: int = 
     command = [*SERVE, "--response-store-bytes", str(STORE_BYTES)] if is_bundled else None
     engine = {"max_num_seqs": 64, "max_waiting_requests": 256}
     with RunningServer(command=command, engine=engine, server={"response_store_bytes": STORE_BYTES}) as server:
-        asyncio.run(_send(server, 500, seed - 1, Tally()))
+        asyncio.run(_send(server, num_before, seed - 1, Tally()))
         before, tasks = settled(server), None if is_bundled else server.stats()["tasks"]
         tally, samples, peak_mib = Tally(), [(0, before.rss_mib)], 0.0
+        enough = replace(before, num_threads=before.num_threads + POOL_THREADS) if num_requests < FULL_AT else None
         for piece in range(pieces):
             asyncio.run(_send(server, num_requests // pieces, seed + piece, tally))
             peak_mib = max(peak_mib, Held.by(server.process.pid).rss_mib)
-            after = settled(server)
+            after = settled(server, enough=enough)  # of few requests no memory is judged
             samples.append((tally.num_sent, after.rss_mib))
         if tasks is not None and server.stats()["tasks"] != tasks:
             tally.complain(f"{server.stats()['tasks']} tasks, {tasks} before")

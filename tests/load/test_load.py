@@ -17,18 +17,18 @@ def wrong(complaints: list[str]) -> list[str]:
 
 
 def test_requests_of_all_kinds_leave_no_thread_task_or_descriptor() -> None:
-    figures = soak.run(240, pieces=2)
-    assert figures["requests"] == 240 and figures["left by their clients"] and figures["bad"]
+    figures = soak.run(160, pieces=2, num_before=120)
+    assert figures["requests"] == 160 and figures["left by their clients"] and figures["bad"]
     assert wrong(figures["complaints"]) == []
 
 
 def test_streams_beside_each_other_lose_and_repeat_nothing() -> None:
-    figures = streams.run(num_streams=60, seconds=2.0)
+    figures = streams.run(num_streams=40, seconds=1.6)
     assert wrong(figures["complaints"]) == []
 
 
 def test_an_overloaded_server_refuses_with_retry_after_and_loses_nothing() -> None:
-    figures = overload.run(seconds=1.0)
+    figures = overload.run(seconds=0.6, least_s=0.3)
     assert figures["refused"] > 0
     assert wrong(figures["complaints"]) == []
 

@@ -11,12 +11,12 @@ pytestmark = pytest.mark.slow
 
 
 def test_no_answer_depends_on_how_an_engine_is_set_or_on_what_runs_beside_it():
-    taken = settings.run(count(8, 300), first_seed())
+    taken = settings.run(count(5, 300), first_seed())
     assert taken["swap"] and (taken["recompute"] or not FULL), "few cases have room for less"
 
 
 def test_an_answer_that_does_depend_is_told(monkeypatch):
     monkeypatch.setitem(settings.ALONE, "dtype", "float32")
     monkeypatch.setitem(settings.NUMBERS, "dtype", ["bfloat16"])
-    with pytest.raises(AssertionError, match=r"seed 1, case \d+, .*answers \[\d+.*\] are others"):
-        settings.run(20, 1)
+    with pytest.raises(AssertionError, match=r"seed 11, case \d+, .*answers \[\d+.*\] are others"):
+        settings.run(20, 11)

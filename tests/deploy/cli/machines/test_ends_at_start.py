@@ -16,6 +16,7 @@ import pytest
 
 from millrace.runtime.processes.auth import FleetKey, Handshake
 from millrace.runtime.processes.frames import FRAME
+from tests.counts import count
 from tests.deploy.cli.machines.test_engine_and_route import MILLRACE
 from tests.deploy.running import ROOT
 
@@ -105,9 +106,13 @@ def test_a_process_that_still_reads_its_settings_ends_with_0_on_sigterm(command:
     assert (process.returncode, told) == (0, "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("proves", [False, True])
-@pytest.mark.parametrize("num_fronts", [1, 2])
+HANDSHAKES = [  # each two values of two parameters together; the full count has all eight
+    *((1, False, signal.SIGTERM), (1, True, signal.SIGINT), (2, False, signal.SIGINT), (2, True, signal.SIGTERM)),
+    *((1, False, signal.SIGINT), (1, True, signal.SIGTERM), (2, False, signal.SIGTERM), (2, True, signal.SIGINT)),
+]
+
+
+@pytest.mark.parametrize(("num_fronts", "proves", "number"), HANDSHAKES[: count(4, full=8)])
 def test_a_front_that_is_closed_in_its_first_handshake_ends_with_0(
     num_fronts: int, proves: bool, number: int, tmp_path: Path
 ) -> None:
@@ -116,17 +121,16 @@ def test_a_front_that_is_closed_in_its_first_handshake_ends_with_0(
         end_once_met(peer, ["route", *flags, "--engine", peer.address], tmp_path, number)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["engine", "--listen", "127.0.0.1:0"],
-        ["serve", "--port", "0"],
-        ["serve", "--port", "0", "--mode", "split"],
-        ["serve", "--port", "0", "--data-parallel-size", "2"],
-        ["serve", "--port", "0", "--front-processes", "2"],
-    ],
-    ids=lambda arguments: " ".join(arguments),
-)
+LOADING = [
+    ["engine", "--listen", "127.0.0.1:0"],
+    ["serve", "--port", "0"],
+    ["serve", "--port", "0", "--data-parallel-size", "2"],
+    ["serve", "--port", "0", "--front-processes", "2"],
+    ["serve", "--port", "0", "--mode", "split"],  # one engine process, where --data-parallel-size has two
+]
+
+
+@pytest.mark.parametrize("arguments", LOADING[: count(4, full=5)], ids=lambda arguments: " ".join(arguments))
 def test_a_process_that_is_closed_while_a_model_loads_does_not_wait_for_it(
     arguments: Sequence[str], tmp_path: Path
 ) -> None:

@@ -35,6 +35,10 @@ class JoinedLinear(Linear):
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return residual + self(x)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._pieces[0].dtype
+
     def tensors(self) -> Iterator[Tensor]:
         for piece in self._pieces:
             yield from piece.tensors()

@@ -49,6 +49,11 @@ class Linear:
         return self._columns.t()
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of its products, rounded: the weight's, also where x is wider."""
+        return self._columns.dtype
+
+    @property
     def num_outputs(self) -> int:
         """N."""
         return self._columns.shape[1]
@@ -76,6 +81,7 @@ class PackedLinear(Linear):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         self._bias = bias
+        self._dtype = weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
@@ -84,6 +90,10 @@ class PackedLinear(Linear):
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
         return total
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
 
     def tensors(self) -> Iterator[Tensor]:
         yield self._packed
@@ -104,7 +114,7 @@ class WidenedLinear(Linear):
         self._wide = PackedLinear(weight.float(), None if bias is None else bias.float())
 
     def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x) if x.shape[0] == 1 else self._wide(x.float()).to(self._columns.dtype)
+        return super().__call__(x) if x.shape[0] == 1 else self._wide(x.float()).to(self.dtype)
 
     def unrounded(self, x: Tensor) -> Tensor:
         return super().__call__(x) if x.shape[0] == 1 else self._wide(x.float())

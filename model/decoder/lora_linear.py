@@ -74,7 +74,7 @@ class LoraLinear(Linear):
         self._base, self._table, self._place = base, table, place
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._base(x) if self._table.is_idle else self._adapted(x).to(x.dtype)
+        return self._base(x) if self._table.is_idle else self._adapted(x).to(self.dtype)
 
     def unrounded(self, x: Tensor) -> Tensor:
         """As the base's, in the same dtype: what follows a product takes the dtype that it has without adapters."""
@@ -99,6 +99,10 @@ class LoraLinear(Linear):
     @property
     def weight(self) -> Tensor:
         return self._base.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._base.dtype
 
     @property
     def num_outputs(self) -> int:

@@ -221,6 +221,7 @@ def test_every_form_of_a_linear_computes_the_same(
     torch.testing.assert_close(linear(x).double(), product, **tolerance)
     torch.testing.assert_close(linear.unrounded(x).double(), product, **tolerance)
     torch.testing.assert_close(linear.add_to(residual.clone(), x).double(), residual.double() + product, **tolerance)
+    assert linear.dtype == dtype
     if form is WidenedLinear and num_rows > 1:
         assert linear.unrounded(x).dtype == torch.float32 and linear(x.float()).dtype == dtype
 

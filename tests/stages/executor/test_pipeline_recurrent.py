@@ -65,10 +65,12 @@ def test_every_step_of_recurrent_layers_has_the_bits_of_one_process(
         async with Engine(config) as engine:
             cached = 0
             swap_if_there_is_room(engine)
-            for _ in range(2):
-                begin_together(engine, len(asked))
-                every = [tokens_of(engine, prompt, n=1 + number % 3) for number, prompt in enumerate(asked)]
-                cached = sum(num_cached for _, num_cached in await asyncio.gather(*every))
+            for first in range(0, len(asked), 7):  # more would push all prefixes out of the cache
+                part = asked[first : first + 7]
+                for _ in range(2):
+                    begin_together(engine, len(part))
+                    every = [tokens_of(engine, prompt, n=1 + number % 3) for number, prompt in enumerate(part)]
+                    cached += sum(num_cached for _, num_cached in await asyncio.gather(*every))
             return cached, {how for how, _ in engine.status().core.scheduler.preemptions}
 
     steps = Steps()

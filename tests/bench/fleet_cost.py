@@ -51,7 +51,7 @@ class Away:
 class Core:
     """A core whose process takes everything, and returns credits at once."""
 
-    is_serving, is_silent, is_draining, model_digest = True, False, False, ""
+    is_serving, is_silent, is_draining, is_parting, model_digest = True, False, False, False, ""
 
     def __init__(self, table: FleetRequests, index: int) -> None:
         self.index = index

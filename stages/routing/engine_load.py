@@ -24,6 +24,7 @@ class EngineLoad:
     max_rows: int  # sequences that may run at once
     token_budget: int  # of a step
     costs: StepTimeCosts
+    free_tokens: int = 0  # of the capacity, what nobody uses and what holds nothing that the prefix cache could find
 
 
 class _SentRequest(NamedTuple):
@@ -42,6 +43,7 @@ class Standing(NamedTuple):
     slots_short: float  # slots missing for one sequence more, by all slots
     missing: int  # tokens of all its sequences, less those that the KV cache holds
     running: int  # tokens of the sequences that run
+    free: int  # tokens for which there is memory that nobody uses and that holds nothing for later
     token_budget: int  # this and the next: as reported
     costs: StepTimeCosts
 
@@ -91,6 +93,7 @@ class EngineView:
                 max(0, num_there + 1 - load.max_rows) / load.max_rows,
                 context - load.capacity_tokens,
                 load.context_tokens,
+                load.free_tokens - self.tokens_since,
                 load.token_budget,
                 load.costs,
             )

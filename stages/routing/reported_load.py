@@ -11,7 +11,8 @@ from .engine_load import EngineLoad
 
 def load_of(scheduler: Scheduler, allocator: Allocator, costs: StepTimeCosts, num_seen: int) -> EngineLoad:
     """The report of an engine that has seen so many of a router's prompts."""
-    left, limits = WorkLeft.of(scheduler), scheduler.limits
+    left, limits, pool = WorkLeft.of(scheduler), scheduler.limits, allocator.pool
+    capacity = _capacity_tokens(allocator, left, limits.max_model_len)
     return EngineLoad(
         num_seen,
         costs.prompt_s(left.num_prompt, left.num_pairs, limits.max_num_batched_tokens),
@@ -19,10 +20,11 @@ def load_of(scheduler: Scheduler, allocator: Allocator, costs: StepTimeCosts, nu
         left.num_waiting,
         left.context_tokens,
         left.waiting_tokens,
-        _capacity_tokens(allocator, left, limits.max_model_len),
+        capacity,
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
         costs,
+        capacity * pool.num_free // pool.num_blocks,
     )
 
 

@@ -3,6 +3,7 @@
     first token   prompts before it, and what is left of its own after the blocks found in the cache
     answer        tokens expected, each the time of a step with one row more
     harm          what each row there loses by that row, over the same tokens
+    loss          what a full cache loses to a copy of the part that another engine has in its own
     room          time until enough memory is free
 
 All engines are asked the same, so what is left out of all of them, such as the sampling, changes no choice.
@@ -15,6 +16,11 @@ from dataclasses import dataclass
 
 from ..schedule.step_timing.step_time_model import StepTimeCosts
 from .engine_load import EngineView
+
+# What a second of computing costs others if it copies what another engine has, into a cache that is full: prompts that
+# would have found what is pushed out are computed again, push out others in turn, and take time from requests that
+# arrive meanwhile. The figures behind it are in `deploy/docs/replay.md`.
+LOST = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +52,14 @@ def scores_s(views: Iterable[EngineView], facts: RequestFacts, cached: Mapping[i
     num_prompt, num_answer, num_choices = facts.num_prompt, facts.num_answer, facts.num_choices
     num_tokens = num_prompt + num_answer * num_choices
     num_left, num_pairs, last_cached = *_left(num_prompt, 0), 0
+    most_cached = max(cached.values(), default=0)
     scores: dict[int, float] = {}
     for view in views:
         standing = view.standing()
         if standing is None:
             scores[view.engine] = view.prompt_s_since + view.rows_since
             continue
-        first_s, before_s, num_rows, slots_short, missing, running, token_budget, costs = standing
+        first_s, before_s, num_rows, slots_short, missing, running, free, token_budget, costs = standing
         num_cached = cached.get(view.engine, 0)
         if num_cached != last_cached:
             num_left, num_pairs = _left(num_prompt, num_cached)
@@ -61,9 +68,11 @@ def scores_s(views: Iterable[EngineView], facts: RequestFacts, cached: Mapping[i
         room = slots_short  # time until there is room, in answers: as many as run end in the time of one
         if running and (num_missing := missing + num_tokens - num_cached) > 0:
             room = max(room, num_missing / running)
+        computing_s = costs.prompt_s(num_left, num_pairs, token_budget)
+        if most_cached > num_cached and (pushed_out := num_tokens - num_cached - free) > 0:
+            num_copied = most_cached - num_cached
+            computing_s *= 1 + LOST * (num_copied if num_copied < pushed_out else pushed_out) / num_left
         scores[view.engine] = (
-            first_s
-            + costs.prompt_s(num_left, num_pairs, token_budget)
-            + num_answer * (before_s + more_s + more_s * num_rows + before_s * room)
+            first_s + computing_s + num_answer * (before_s + more_s + more_s * num_rows + before_s * room)
         )
     return scores

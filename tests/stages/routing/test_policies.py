@@ -12,7 +12,7 @@ import pytest
 from millrace.stages.routing.engine_load import EngineLoad, EngineView
 from millrace.stages.routing.policies import POLICIES, LeastWork, PrefixOnly, RoundRobin, SoonestAnswer
 from millrace.stages.routing.router import RoutedRequest, Router
-from millrace.stages.routing.score import RequestFacts, prompt_s, scores_s
+from millrace.stages.routing.score import LOST, RequestFacts, prompt_s, scores_s
 from millrace.stages.schedule.step_timing.step_time_model import StepTimeCosts
 
 COSTS = StepTimeCosts(0.01, 1e-4, 1e-9, 1e-4, 1e-8)
@@ -27,6 +27,7 @@ IDLE: dict[str, Any] = {
     "max_rows": 64,
     "token_budget": 2048,
     "costs": COSTS,
+    "free_tokens": 100_000,
 }
 ASKED = RequestFacts(4000, 100.0)
 
@@ -46,6 +47,27 @@ def test_a_cached_prefix_wins_while_the_wait_for_it_is_shorter_than_computing_it
     computing_s = prompt_s(COSTS, 4000, 0, 2048)
     assert best(views({}, {"prompt_s": 0.5 * computing_s}), {1: 3900}) == 1
     assert best(views({}, {"prompt_s": 1.5 * computing_s}), {1: 3900}) == 0
+
+
+def test_what_another_engine_has_is_computed_again_later_where_that_pushes_others_out_of_a_full_cache():
+    computing_s, cached_s = prompt_s(COSTS, 4000, 0, 2048), prompt_s(COSTS, 4000, 3900, 2048)
+    for free, share in ((0, 3900 / 4000), (2100, 0.5), (4100, 0.0)):
+        wait_s = (1 + LOST * share) * computing_s - cached_s
+        for part, chosen in ((0.9, 1), (1.2, 0)):
+            assert best(views({"free_tokens": free}, {"prompt_s": part * wait_s}), {1: 3900}) == chosen, (free, part)
+
+
+def test_a_new_prompt_costs_the_same_wherever_the_memory_is():
+    assert len(set(scores_s(views({"free_tokens": 0}, {}), ASKED, {}).values())) == 1
+    some = scores_s(views({"free_tokens": 0}, {}), ASKED, {0: 512, 1: 512})
+    assert some[0] == some[1], "both have what is cached"
+
+
+def test_a_prompt_sent_since_the_report_takes_free_memory():
+    view = views({"free_tokens": 5000})[0]
+    before_s = scores_s([view], ASKED, {9: 3900})[0]
+    view.note_sent(0.0, 4000)
+    assert scores_s([view], ASKED, {9: 3900})[0] > before_s + 0.5 * LOST * prompt_s(COSTS, 4000, 0, 2048)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +150,17 @@ def test_a_score_is_the_sum_that_its_module_tells_of_any_engine():
     for _ in range(300):
         running = rng.choice([0, rng.randrange(99_000)])
         load = {"prompt_s": rng.random(), "num_rows": rng.randrange(65), "num_waiting": rng.choice([0, 30])}
+        load |= {"free_tokens": rng.choice([0, rng.randrange(12_000)])}
         view = views({**load, "context_tokens": running, "waiting_tokens": rng.randrange(9000)})[0]
         for _ in range(rng.randrange(3)):
             view.note_sent(rng.random(), rng.randrange(500), rng.randrange(1, 3))
         facts = RequestFacts(rng.randrange(1, 9000), rng.uniform(1, 900), rng.randrange(1, 4))
-        cached = rng.choice([0, rng.randrange(9000)])
-        assert scores_s([view], facts, {0: cached})[0] == pytest.approx(plain_score_s(view, facts, cached), rel=1e-9)
+        cached, elsewhere = (rng.choice([0, rng.randrange(facts.num_prompt + 1)]) for _ in range(2))
+        plain_s = plain_score_s(view, facts, cached, elsewhere)
+        assert scores_s([view], facts, {0: cached, 1: elsewhere})[0] == pytest.approx(plain_s, rel=1e-9)
 
 
-def plain_score_s(view: EngineView, facts: RequestFacts, num_cached: int) -> float:
+def plain_score_s(view: EngineView, facts: RequestFacts, num_cached: int, elsewhere: int) -> float:
     load = view.load
     assert load is not None
     num_there = load.num_rows + load.num_waiting + view.rows_since
@@ -144,7 +168,11 @@ def plain_score_s(view: EngineView, facts: RequestFacts, num_cached: int) -> flo
     context = load.context_tokens + load.waiting_tokens + view.tokens_since
     before_s = COSTS.decoding_s(rows, context)
     after_s = COSTS.decoding_s(rows + facts.num_choices, context + facts.num_prompt)
-    first_s = load.prompt_s + view.prompt_s_since + prompt_s(COSTS, facts.num_prompt, num_cached, load.token_budget)
+    computing_s = prompt_s(COSTS, facts.num_prompt, num_cached, load.token_budget)
+    num_left, free = max(1, facts.num_prompt - num_cached), load.free_tokens - view.tokens_since
+    pushed_out = facts.num_prompt - num_cached + facts.num_answer * facts.num_choices - free
+    lost = LOST * max(0.0, min(elsewhere - num_cached, pushed_out)) / num_left
+    first_s = load.prompt_s + view.prompt_s_since + computing_s + lost * computing_s
     missing = context + facts.num_prompt + facts.num_answer * facts.num_choices - num_cached - load.capacity_tokens
     room = missing / load.context_tokens if missing > 0 and load.context_tokens else 0.0
     slots = max(0, num_there + 1 - load.max_rows) / load.max_rows

@@ -160,9 +160,10 @@ def test_a_router_hears_of_the_tokens_that_all_kinds_hold() -> None:
         for number in range(3):
             engine.add(number, 30)
         engine.step()
-        told = load_of(engine.scheduler, engine.allocator, costs, 0).capacity_tokens
+        told = load_of(engine.scheduler, engine.allocator, costs, 0)
         most = max(count for count in range(100) if slabs_by_hand([31] * count) <= num_slabs)
-        assert most * 31 <= told < (most + 1) * 31 < engine.allocator.pool.num_blocks * SIZE
+        assert most * 31 <= told.capacity_tokens < (most + 1) * 31 < engine.allocator.pool.num_blocks * SIZE
+        assert 0 <= told.free_tokens < told.capacity_tokens
 
 
 def test_the_longest_sequence_that_fits_keeps_the_last_tokens_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:

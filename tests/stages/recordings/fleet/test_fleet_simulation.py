@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,6 +81,16 @@ def test_prompts_stay_where_their_prefix_is_and_more_of_them_is_found():
     scored, least = run(trace, "soonest").summary(), run(trace, "least-work").summary()
     assert scored["cached_tokens"] > 1.3 * least["cached_tokens"], (scored, least)
     assert scored["ttft_p50_ms"] < least["ttft_p50_ms"]
+
+
+def test_caches_that_are_full_hold_nearly_what_one_with_all_memory_does():
+    trace = drawn(400, 22.0, 90)  # prefixes of 43,200 tokens, and memory for 38,400
+    apart = run(trace, "soonest").summary()
+    sizes = {name: 4 * getattr(ENGINE, name) for name in ("num_blocks", "max_num_seqs", "max_num_batched_tokens")}
+    engine = replace(ENGINE, **sizes)
+    costs = replace(COSTS, prefill_token_s=COSTS.prefill_token_s / 4, decode_row_s=COSTS.decode_row_s / 4)
+    together = FleetSimulation({0: EnginesHere([0], engine, costs)}, engine, POLICIES["soonest"]()).run(trace).summary()
+    assert apart["cached_tokens"] >= 0.9 * together["cached_tokens"]
 
 
 def test_one_hot_prompt_is_spread_over_all_engines_once_one_is_busy():

@@ -207,10 +207,16 @@ def wrong_field(name: str, problem: str, shown: str | None = None, code: str = "
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?` with the known name that is most like what a client sent, or the empty string."""
+    found = nearest_name(name, known)
+    return "" if found is None else f"; did you mean {found}?"
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like what a client sent; None: none is."""
     if len(name) > MAX_COMPARED_CHARS:
-        return ""
+        return None
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=ALIKE)
-    return f"; did you mean {found[0]}?" if found else ""
+    return found[0] if found else None
 
 
 def shorten(text: str, limit: int) -> str:

@@ -11,7 +11,6 @@ from aiohttp import web
 from ...stages.adapters.registry import AdapterEntry, name_problem
 from ...stages.errors import ErrorText, Refused, RequestError, field_text
 from ..api.schema.body import Body
-from ..api.schema.validation import read_body
 from ..api.service import Service
 from ..errors import ApiError, describe
 from ..http.body_reader import read
@@ -174,13 +173,13 @@ class AdapterAdminRoutes:
         }
 
     def _add_body(self, raw: Mapping[str, Any]) -> AddAdapterBody:
-        return read_body(AddAdapterBody, raw, self.service.config.strict_fields)[0]
+        return self.service.read_body(AddAdapterBody, raw)[0]
 
     def _load_body(self, raw: Mapping[str, Any]) -> LoadAdapterBody:
-        return read_body(LoadAdapterBody, raw, self.service.config.strict_fields)[0]
+        return self.service.read_body(LoadAdapterBody, raw)[0]
 
     def _unload_body(self, raw: Mapping[str, Any]) -> UnloadAdapterBody:
-        return read_body(UnloadAdapterBody, raw, self.service.config.strict_fields)[0]
+        return self.service.read_body(UnloadAdapterBody, raw)[0]
 
 
 def _name(request: web.Request) -> str:

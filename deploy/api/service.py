@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...runtime.env.log import get_logger
 from ...runtime.pipeline import Health
@@ -17,9 +17,12 @@ from ...runtime.startup.load_progress import LoadProgress, LoadState
 from ...stages.messages import AdapterRef
 from ..config import ServerConfig
 from ..errors import ApiError, did_you_mean, not_serving, shorten, wrong_field
+from ..metrics.ignored_fields import IgnoredFields
 from ..metrics.watchdog import Watchdog
 from .chat_format import ChatFormat, check_parsers
 from .fronts import Fronts
+from .schema.body import Body
+from .schema.validation import read_body
 
 if TYPE_CHECKING:
     from ...stages.adapters.registry import AdapterRegistry
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 ANSWER_S = 1.0  # for the answers to requests that a drain has aborted
 MAX_ENDED = 1_000  # finished requests whose owners are kept, so that their timings can be queried
+
+B = TypeVar("B", bound=Body)
 
 log = get_logger("millrace.deploy")
 
@@ -61,6 +66,7 @@ class Service:
         check_parsers(config)
         self.config = config
         self.watchdog = Watchdog(config, threads)
+        self.ignored_fields = IgnoredFields()
         self.engine: Engine | None = None
         self.fronts: Fronts | None = None  # of a server that has several
         self.is_traced = False  # whether spans are exported
@@ -125,6 +131,10 @@ class Service:
         if stall is not None and self.engine.health.is_ready and self.engine.is_stopped_by(stall):
             return Health("stalled", stage=stall.name, reason=stall.reason)
         return self.engine.health
+
+    def read_body(self, kind: type[B], raw: Mapping[str, Any]) -> tuple[B, list[str]]:
+        """As the function `read_body`, by the server's settings. Ignored fields are logged and counted."""
+        return read_body(kind, raw, self.config.strict_fields, self.ignored_fields.note)
 
     def refuse_if_draining(self) -> None:
         """Raises `ApiError` 503 if the server is draining. Called once, where a request comes in."""

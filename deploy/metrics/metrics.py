@@ -20,6 +20,7 @@ from ...runtime.pipeline import Health
 from ..errors import CODES
 from .adapter_families import adapters
 from .families import counter, engines, gauge
+from .ignored_fields import IgnoredFields
 from .latencies import Latencies
 from .latency_log import LatencyLog
 from .own_metrics import own_metrics
@@ -64,6 +65,7 @@ class Metrics:
         self.latency_log: LatencyLog | None = None
         self.stage_load: StageLoad | None = None
         self.otlp_exporter: OtlpExporter | None = None  # its counts are exported too
+        self.ignored_fields = IgnoredFields()  # likewise; replaced by the server's
         self._finished: Counter[str] = Counter()  # choices by finish reason
         self._aborted: Counter[str] = Counter()  # requests by cause
         self._rejected: Counter[str] = Counter()  # requests by error code
@@ -137,6 +139,8 @@ class Metrics:
         )
         yield counter("millrace:otlp_requests_sent", "Requests exported to the collector.", sent, {})
         yield counter("millrace:otlp_requests_dropped", "Requests that could not be exported.", dropped, {})
+        num_ignored = self.ignored_fields.num_fields
+        yield counter("millrace:ignored_fields", "Unknown fields of requests, which were ignored.", num_ignored, {})
         yield counter("millrace:log_lines_dropped", "Log lines that could not be written in time.", dropped_lines(), {})
         if self._engine is None:
             return

@@ -67,7 +67,7 @@ def openapi(config: ServerConfig, version: str, limits: ModelLimits | None) -> d
             + (
                 "Unknown fields are rejected with 400 (strict_fields)."
                 if config.strict_fields
-                else "Unknown fields are ignored and listed in the header X-Ignored-Fields."
+                else "Unknown fields are ignored, logged once, and listed in the header X-Ignored-Fields."
             ),
         },
         "paths": paths,
@@ -182,7 +182,10 @@ def _content(content: Content, operation: Operation) -> Schema:
 
 _ALWAYS: Schema = {"X-Request-Id": {"description": "The id of the request", "schema": {"type": "string"}}}
 _IGNORED_FIELDS: Schema = {
-    "X-Ignored-Fields": {"description": "Names of unknown fields, which are ignored", "schema": {"type": "string"}}
+    "X-Ignored-Fields": {
+        "description": "Names of unknown fields, which are ignored: the first 32",
+        "schema": {"type": "string"},
+    }
 }
 _ATTEMPTS: Schema = {
     "X-Millrace-Attempts": {

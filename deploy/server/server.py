@@ -83,6 +83,7 @@ class Server:
         self._threads = SizedThreads("millrace-http")  # for long bodies and prompts
         self.service = Service(config, self._threads)
         self.metrics = Metrics(self.service.watchdog, lambda: self.service.health)
+        self.metrics.ignored_fields = self.service.ignored_fields
         export = TraceExport.read(environment or {}, config.otlp_traces_endpoint)
         self.otlp_exporter = None if export is None else OtlpExporter(export, package_version(), self._threads)
         self.service.is_traced = export is not None

@@ -9,7 +9,7 @@ import orjson
 from pydantic import Field
 
 from ..api.schema.body import Body
-from ..api.schema.validation import read_typed
+from ..api.schema.validation import NoteIgnored, read_typed
 from ..errors import ApiError
 from ..http.json_limits import JsonLimits, parse_object
 from ..http.request_context import MAX_ID_CHARS
@@ -84,9 +84,9 @@ def is_utf8(data: bytes) -> bool:
     return True
 
 
-def read_envelope(raw: Mapping[str, Any], strict_fields: bool) -> Envelope:
-    """Validates a message. `ApiError` 400 names the wrong field."""
-    return read_typed(KINDS, raw, strict_fields)
+def read_envelope(raw: Mapping[str, Any], strict_fields: bool, note: NoteIgnored | None = None) -> Envelope:
+    """Validates a message. `ApiError` 400 names the wrong field; `note` is told of unknown ones."""
+    return read_typed(KINDS, raw, strict_fields, note)
 
 
 def members(fields: Mapping[str, Any]) -> bytes:

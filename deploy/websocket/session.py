@@ -77,7 +77,8 @@ class Session(SocketSession):
 
     async def take(self, raw: dict[str, Any], num_bytes: int) -> None:
         try:
-            envelope = read_envelope(raw, self._context.config.strict_fields)
+            note = self._context.service.ignored_fields.note
+            envelope = read_envelope(raw, self._context.config.strict_fields, note)
             if not self._forwarded(envelope, raw):
                 await self._do(envelope, num_bytes)
         except ApiError as error:

@@ -20,7 +20,7 @@ from ..openai.generation import Generation
 from ..openai.prepared_request import PreparedRequest, client_error
 from ..schema.body import Body
 from ..schema.hints import nullable
-from ..schema.validation import read_body
+from ..schema.validation import NoteIgnored, read_body
 from .answer_parts import AnswerEnd, Part, PartsReader, TokenUsage
 
 if TYPE_CHECKING:
@@ -53,14 +53,16 @@ class AdaptedBody(Body):
         return reference
 
 
-def read_adapted(kind: type[A], raw: Mapping[str, Any], strict_fields: bool) -> tuple[A, Chat, list[str]]:
+def read_adapted(
+    kind: type[A], raw: Mapping[str, Any], strict_fields: bool, note: NoteIgnored | None = None
+) -> tuple[A, Chat, list[str]]:
     """Returns the body, the fields passed on to chat, and the names of ignored unknown fields.
 
     `ApiError` 400 names the wrong field.
     """
     passed = {name: raw[name] for name in kind.PASSED if name in raw}
     own = {name: value for name, value in raw.items() if name not in passed and name not in kind.WITHOUT_EFFECT}
-    body, ignored = read_body(kind, own, strict_fields)
+    body, ignored = read_body(kind, own, strict_fields, note)
     return body, passed, ignored
 
 

@@ -20,7 +20,6 @@ from ..completions.body import CompletionBody
 from ..openai.answers import AnswerBuilder
 from ..openai.api_routes import ApiRoutes, post
 from ..openai.prepared_request import PreparedRequest
-from ..schema.validation import read_body
 from ..token_ids.body import GenerateBody, TokenIdsAnswerBuilder
 from . import sglang, tgi
 from .sglang import SglangAnswerBuilder, SglangBody
@@ -108,12 +107,11 @@ class DialectRoutes(ApiRoutes):
         return PreparedDialect(self._generation.order(GenerateBody, raw), TokenIdsAnswerBuilder)
 
     def _read_tgi(self, raw: Mapping[str, Any], is_stream: bool) -> PreparedDialect:
-        strict_fields = self.service.config.strict_fields
-        body, ignored = read_body(TgiBody, raw, strict_fields)
+        body, ignored = self.service.read_body(TgiBody, raw)
         if raw.get("parameters"):
             try:
                 ignored += [
-                    f"parameters.{name}" for name in read_body(TgiParameters, raw["parameters"], strict_fields)[1]
+                    f"parameters.{name}" for name in self.service.read_body(TgiParameters, raw["parameters"])[1]
                 ]
             except ApiError as error:
                 raise error.named(lambda name: f"parameters.{name}") from None
@@ -128,7 +126,7 @@ class DialectRoutes(ApiRoutes):
         return PreparedDialect(order, TgiAnswerBuilder, make_answer)
 
     def _read_sglang(self, raw: Mapping[str, Any]) -> PreparedDialect:
-        body, ignored = read_body(SglangBody, raw, self.service.config.strict_fields)
+        body, ignored = self.service.read_body(SglangBody, raw)
         completion, unknown = body.completion()
         if unknown and self.service.config.strict_fields:
             raise ApiError("unknown_parameter", f"{unknown[0]}: unknown field; leave it out", param=unknown[0])

@@ -24,7 +24,6 @@ from ...http.request_context import OWNER, REQUEST_ID, checked_request_id
 from ..openai.api_routes import ApiRoutes, post
 from ..openai.choice_state import usage
 from ..openai.prepared_request import ignored_headers
-from ..schema.validation import read_body
 from .bodies import EmbeddingBody, PairsBody, PooledBody, RerankBody, ScoreBody
 
 if TYPE_CHECKING:
@@ -89,10 +88,9 @@ class EmbeddingRoutes(ApiRoutes):
         info = self.service.require_engine().info
         if issubclass(kind, PairsBody):
             check_scoring(info)
-        strict_fields = self.service.config.strict_fields
 
         def make(raw: Mapping[str, Any]) -> tuple[B, list[str], Request]:
-            body, ignored = read_body(kind, raw, strict_fields)
+            body, ignored = self.service.read_body(kind, raw)
             self.service.require_model(body.model)
             return body, ignored, body.request("", info.tasks)
 

@@ -102,7 +102,9 @@ class MessagesRoutes(ApiRoutes):
 
     def _read(self, kind: type[CountTokensBody], raw: Mapping[str, Any]) -> PreparedMessage:
         """Validates a body. `ApiError` names the wrong field. May be called in a thread."""
-        body, passed, ignored = read_adapted(kind, raw, self.service.config.strict_fields)
+        body, passed, ignored = read_adapted(
+            kind, raw, self.service.config.strict_fields, self.service.ignored_fields.note
+        )
         chat, sources = body.chat()
         if chat.get("thinking_budget") is not None and not self.service.require_chat_format().has_thoughts:
             del chat["thinking_budget"]

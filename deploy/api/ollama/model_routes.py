@@ -21,7 +21,6 @@ from ...http.responses import answer
 from ..openai.api_routes import post
 from ..openai.generation_body import ModelName
 from ..schema.body import Body
-from ..schema.validation import read_body
 from ..service import Service
 from .lines import framed
 
@@ -144,10 +143,9 @@ class OllamaModelRoutes:
         raise ApiError("unsupported_operation", f"{request.method} {shorten(request.path, 64)}: {reason}")
 
     async def _take(self, request: web.Request, kind: type[N]) -> N:
-        strict_fields = self._service.config.strict_fields
 
         def make(raw: Mapping[str, Any]) -> N:
-            return read_body(kind, raw, strict_fields)[0]
+            return self._service.read_body(kind, raw)[0]
 
         return await read(request, self._service.config, self._threads, make, takes_forms=True)
 

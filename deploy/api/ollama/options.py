@@ -13,7 +13,7 @@ from ..adapter.chat_adapter import Chat
 from ..schema import hints
 from ..schema.body import Body
 from ..schema.unsupported import Harmless
-from ..schema.validation import read_body
+from ..schema.validation import NoteIgnored, read_body
 
 # options of Ollama's loader, and of methods that are off: they change no answer here
 WITHOUT_EFFECT = frozenset(
@@ -87,13 +87,15 @@ class OllamaOptions(Body):
         return bool(has_penalty) and 0 < (self.repeat_last_n or 0) < max_model_len
 
 
-def ignored_options(given: Mapping[str, Any] | None, max_model_len: int, strict_fields: bool) -> list[str]:
+def ignored_options(
+    given: Mapping[str, Any] | None, max_model_len: int, strict_fields: bool, note: NoteIgnored | None = None
+) -> list[str]:
     """The names of options that were not obeyed. `ApiError` 400 for one that would change the answer."""
     if not given:
         return []
     known = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
     try:
-        options, ignored = read_body(OllamaOptions, known, strict_fields)
+        options, ignored = read_body(OllamaOptions, known, strict_fields, note)
     except ApiError as error:
         raise error.named(lambda name: f"options.{name}") from None
     if options.has_window(max_model_len):

@@ -124,8 +124,10 @@ class OllamaRoutes(ApiRoutes):
     def _read(self, kind: type[OllamaBody], raw: Mapping[str, Any]) -> PreparedOllama:
         """Validates a body. `ApiError` names the wrong field. May be called in a thread."""
         info, strict_fields = self.service.require_engine().info, self.service.config.strict_fields
-        body, _, ignored = read_adapted(kind, raw, strict_fields)
-        ignored += ignored_options(raw.get("options"), info.max_model_len, strict_fields)
+        body, _, ignored = read_adapted(kind, raw, strict_fields, self.service.ignored_fields.note)
+        ignored += ignored_options(
+            raw.get("options"), info.max_model_len, strict_fields, self.service.ignored_fields.note
+        )
         if isinstance(body, OllamaGenerateBody) and body.context:
             least, most = min(body.context), max(body.context)
             if least < 0 or most >= info.vocab_size:

@@ -22,7 +22,6 @@ from ...http.body_reader import read
 from ...http.request_context import ATTEMPTED, OWNER, REQUEST_ID, checked_request_id, session_of
 from ..schema.metadata import metadata_pairs
 from ..schema.processors import FIELD, NOT_IN_BEAMS, asked_processors
-from ..schema.validation import read_body
 from ..service import Service
 from .answers import AnswerBuilder
 from .choice_state import best, usage
@@ -123,7 +122,7 @@ class Generation:
 
     def _order(self, kind: type[GenerationBody], raw: Mapping[str, Any]) -> PreparedRequest:
         defaults = self.service.require_engine().info.default_params
-        body, ignored = read_body(kind, kind.flattened(raw), self.service.config.strict_fields)
+        body, ignored = self.service.read_body(kind, kind.flattened(raw))
         adapter = self.service.adapter_of(body.model)
         params, make_turn = body.sampling_params(defaults), None
         if body.chat is not None:

@@ -13,6 +13,7 @@ from ....stages.beam_search.algorithm import BeamParams
 from ....stages.messages import AdapterRef, Prompt
 from ....stages.params import SamplingParams
 from ...errors import ApiError, describe, unforeseen
+from ...metrics.ignored_fields import shown_name
 from ..assistant_turn import AssistantTurn
 from .generation_body import MAX_TIMEOUT_S, GenerationBody
 from .prompt_echo import EchoOptions
@@ -71,7 +72,7 @@ def ignored_headers(ignored: Sequence[str]) -> dict[str, str]:
 
 def listed_names(names: Sequence[str]) -> str:
     """The first 32 names, each cut to 64 characters; characters unsafe in a header become `?`."""
-    return ", ".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names[:32])
+    return ", ".join(map(shown_name, names[:32]))
 
 
 def time_limit_s(request: web.Request, body: GenerationBody) -> float | None:

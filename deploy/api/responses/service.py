@@ -80,7 +80,9 @@ class ResponseService:
 
     def read(self, raw: Mapping[str, Any]) -> ParsedBody:
         """Validates a body alone. `ApiError` 400 names the wrong field. May be called in a thread."""
-        body, passed, ignored = read_adapted(ResponsesBody, raw, self.service.config.strict_fields)
+        body, passed, ignored = read_adapted(
+            ResponsesBody, raw, self.service.config.strict_fields, self.service.ignored_fields.note
+        )
         self.service.adapter_of(body.model)
         mark = self.service.mark
         suffix = mark + secrets.token_hex(16)[len(mark) :]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from ...errors import ApiError, shorten, wrong_field
+from ...errors import ApiError, did_you_mean, shorten, wrong_field
 from .body import Body
 from .unsupported import refuse_unsupported
 
@@ -17,8 +17,13 @@ SILENT = frozenset({"metadata", "service_tier", "store"})  # accepted, ignored, 
 B = TypeVar("B", bound=Body)
 
 
-def read_body(kind: type[B], raw: Mapping[str, Any], strict_fields: bool) -> tuple[B, list[str]]:
-    """The body, and the names of unknown fields that were ignored.
+NoteIgnored = Callable[[Sequence[str], Iterable[str]], object]  # of ignored names, and the known ones
+
+
+def read_body(
+    kind: type[B], raw: Mapping[str, Any], strict_fields: bool, note: NoteIgnored | None = None
+) -> tuple[B, list[str]]:
+    """The body, and the names of unknown fields that were ignored, of which `note` is told.
 
     `ApiError` 400 names the wrong field.
     """
@@ -26,7 +31,10 @@ def read_body(kind: type[B], raw: Mapping[str, Any], strict_fields: bool) -> tup
     ignored = refuse_unsupported(raw, ignored, {**kind.FOREIGN, **kind.UNSUPPORTED}, kind.INSTEAD, kind.model_fields)
     if ignored and strict_fields:
         name = shorten(ignored[0], 64)
-        raise wrong_field(name, "unknown field; leave it out", code="unknown_parameter")
+        near = did_you_mean(ignored[0], kind.model_fields)
+        raise wrong_field(name, f"unknown field; leave it out{near}", code="unknown_parameter")
+    if ignored and note is not None:
+        note(ignored, kind.model_fields)
     try:
         body = kind.model_validate(raw)
     except ValidationError as errors:
@@ -35,13 +43,15 @@ def read_body(kind: type[B], raw: Mapping[str, Any], strict_fields: bool) -> tup
     return body, ignored
 
 
-def read_typed(kinds: Mapping[str, type[B]], raw: Mapping[str, Any], strict_fields: bool) -> B:
+def read_typed(
+    kinds: Mapping[str, type[B]], raw: Mapping[str, Any], strict_fields: bool, note: NoteIgnored | None = None
+) -> B:
     """The body of the kind that its `type` names. `ApiError` 400 names the wrong field."""
     kind = raw.get("type")
     if not isinstance(kind, str) or kind not in kinds:
         shown = None if kind is None else shorten(repr(kind), 32)
         raise wrong_field("type", f"must be one of {', '.join(kinds)}", shown)
-    message, _ = read_body(kinds[kind], raw, strict_fields)
+    message, _ = read_body(kinds[kind], raw, strict_fields, note)
     return message
 
 

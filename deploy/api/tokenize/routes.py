@@ -18,7 +18,6 @@ from ...http.sized_threads import run_sized
 from ..openai.api_routes import ApiRoutes, post
 from ..openai.prepared_request import ignored_headers
 from ..openai.prompts import check_length
-from ..schema.validation import read_body
 from .bodies import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
@@ -76,14 +75,14 @@ class TokenizeRoutes(ApiRoutes):
         return answer({"prompt": prompt}, headers=ignored_headers(ignored))
 
     def _tokenize_body(self, raw: Mapping[str, Any]) -> tuple[TokenizeBody, list[str]]:
-        body, ignored = read_body(TokenizeBody, raw, self.service.config.strict_fields)
+        body, ignored = self.service.read_body(TokenizeBody, raw)
         self.service.adapter_of(body.model)
         if body.tools and not self.service.require_chat_format().shows_tools(body.chat_template_kwargs or {}):
             ignored.append("tools")
         return body, ignored
 
     def _detokenize_body(self, raw: Mapping[str, Any]) -> tuple[DetokenizeBody, list[str]]:
-        body, ignored = read_body(DetokenizeBody, raw, self.service.config.strict_fields)
+        body, ignored = self.service.read_body(DetokenizeBody, raw)
         self.service.adapter_of(body.model)
         return body, ignored
 

@@ -389,3 +389,18 @@ def test_a_front_without_an_engine_says_why_it_waits() -> None:
             )
 
     asyncio.run(run())
+
+
+def test_a_mistyped_field_is_logged_counted_and_named_to_its_client() -> None:
+    async def run() -> None:
+        async with served() as client:
+            with captured_logs() as lines:
+                body = {"prompt": "a", "max_tokens": 1, "max_tokns": 3}
+                for _ in range(2):
+                    async with client.session.post("/v1/completions", json=body) as response:
+                        assert response.status == 200 and response.headers["X-Ignored-Fields"] == "max_tokns"
+            told = [line for line in lines if line["event"] == "request.unknown_field"]
+            assert [(line["field"], line["perhaps_meant"]) for line in told] == [("max_tokns", "max_tokens")]
+            assert of(await client.scrape(), "millrace:ignored_fields_total") == 2
+
+    asyncio.run(run())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.counts import FULL, first_seed
+from tests.counts import count, first_seed
 from tests.deploy.running import RunningServer
 from tests.generators import bodies, http_mutator
 from tests.security.watch import watched
@@ -21,9 +21,9 @@ def server() -> Iterator[RunningServer]:
 
 
 def test_bodies_with_wrong_fields_are_refused_by_the_right_name(server: RunningServer):
-    bodies.run(server, 2_000 if FULL else 300)
+    bodies.run(server, count(150, full=2_000))
 
 
 def test_mutated_http_breaks_nothing(server: RunningServer):
-    http_mutator.run(server, 500, first_seed())
+    http_mutator.run(server, count(300, full=500), first_seed())
     assert "unhandled error" not in server.errors() and "request.failed" not in server.errors()

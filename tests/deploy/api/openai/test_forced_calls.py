@@ -108,8 +108,11 @@ def test_required_calls_something_and_a_stream_of_it_adds_up_to_the_whole(client
     assert names <= {"paint", "chain", "stop"}
 
 
-@pytest.mark.parametrize("choice", ["required", "named"])
-@pytest.mark.parametrize("name", SCHEMAS)
+CALLS = [(name, ("required", "named")[place % 2]) for place, name in enumerate(SCHEMAS)]  # by turns
+CALLS += [(name, "named" if choice == "required" else "required") for name, choice in CALLS]
+
+
+@pytest.mark.parametrize(("name", "choice"), CALLS[: count(len(SCHEMAS), full=len(CALLS))])
 def test_calls_end_by_themselves_and_fit_though_the_model_knows_nothing(
     server: RunningServer, client: openai.OpenAI, name: str, choice: str
 ):

@@ -20,6 +20,7 @@ from millrace.stages import SamplingParams
 from millrace.stages.messages import StepGrant
 from millrace.stages.schedule.policy import Policy
 from millrace.stages.testing.scripted.engine import Script, ScriptedEngine, scripted_engine
+from tests.counts import FULL
 
 CONTEXT, BLOCK_SIZE, SLOTS, BUDGET = 256, 16, 8, 32  # BUDGET: tokens of a step
 LONG = CONTEXT * 17 // 20  # tokens of a prompt
@@ -56,6 +57,8 @@ SCENES = {
     "a long prompt among short ones": Scene(1, (1, 3, 10, 30), 200, LONG, 4, 60),
     "a short prompt among long ones": Scene(LONG, (1, 3, 10, 30), 80, 1, 40, 20),
 }
+IN_CI = ("usual", "whole prompts"), ("room for one", "usual")  # settings, by scene
+CASES = [(scene, name) for scene, some in zip(SCENES, IN_CI, strict=True) for name in (SETTINGS if FULL else some)]
 
 
 class Watch:
@@ -131,8 +134,7 @@ def played(scene: str, settings: str, has_odd: bool = True) -> Watch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize(("scene", "settings"), CASES)
 def test_no_request_waits_for_more_than_50_later_ones(scene: str, settings: str):
     watch = played(scene, settings)
     (odd,) = watch.ids_of(SCENES[scene].odd_prompt)
@@ -143,8 +145,7 @@ def test_no_request_waits_for_more_than_50_later_ones(scene: str, settings: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize(("scene", "settings"), CASES)
 def test_who_runs_waits_no_longer_for_a_token_because_of_the_odd_one(scene: str, settings: str):
     watch, baseline = played(scene, settings), played(scene, settings, has_odd=False)
     most = max(map(baseline.largest_gap, baseline.admitted))

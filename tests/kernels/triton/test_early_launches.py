@@ -34,12 +34,13 @@ pytestmark = [
 
 BF16 = torch.bfloat16
 PRODUCTS = product_cases(["8B output"], rows=(4, 64))[1:7:2]  # with splits, a gate in vectors, and biases
+FULL_ONLY = ("step inputs", "step inputs recurrent", "choose bf16")  # CI has the same kernels with more in them
 CASES = [
     *compile_cases.layer_cases(BF16)[::2],
     *compile_cases.prologue_cases(80, 128, BF16)[1:2],
-    *compile_cases.step_cases(),
+    *(case for case in compile_cases.step_cases() if FULL or case.name not in FULL_ONLY),
     *compile_cases.attention_cases(128, BF16)[:2],
-    *compile_cases.sampling_cases(BF16)[:2],
+    *(case for case in compile_cases.sampling_cases(BF16)[:2] if FULL or case.name not in FULL_ONLY),
     *PRODUCTS,
     *lora_cases(BF16, (64,), (16,), ["8B gate_up"])[3:],  # gated
     *(expert_cases(BF16, ["OLMoE"], (1, 2048)) if FULL else []),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.stages import Engine, SamplingParams
+from tests.stages.pressure import swap_if_there_is_room
 
 LENGTH = 256  # of a sequence at most
 TIMEOUT_S = 120.0  # for all answers of a case
@@ -127,6 +128,7 @@ class Engines:
     async def answer_all(self, settings: dict[str, Any], requests: list[Asked]) -> list[list[int]]:
         """By one with these settings, at once."""
         async with self._engine(settings) as engine:
+            swap_if_there_is_room(engine)
             async with asyncio.timeout(TIMEOUT_S):
                 answers = await asyncio.gather(*(_answer(engine, asked) for asked in requests))
             schedule: Any = engine.pipeline.stages["schedule"]

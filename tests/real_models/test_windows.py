@@ -13,6 +13,7 @@ from millrace.model.decoder.native_decoder import NativeDecoder
 from millrace.stages import LLM, SamplingParams
 from tests.counts import FULL
 from tests.real_models.models import MODELS
+from tests.stages.pressure import begin_together, swap_if_there_is_room
 
 MODEL = MODELS["gemma3-270m"]
 pytestmark = [
@@ -32,6 +33,8 @@ def answers(
         allocator: Any = llm.engine.pipeline.stages["allocate"].allocator
         swap_out, swapped = allocator.host.swap_out, []
         allocator.host.swap_out = lambda *args: swapped.append(swap_out(*args)) or swapped[-1]
+        swap_if_there_is_room(llm.engine)
+        begin_together(llm.engine, len(prompts))
         outputs = llm.generate(prompts, params, use_tqdm=False)
         schedule: Any = llm.engine.pipeline.stages["schedule"]
         found = [list(output.outputs[0].token_ids) for output in outputs]

@@ -20,6 +20,7 @@ from millrace.stages.messages import Prompt, Request
 from millrace.stages.outputs import ModelInfo, RequestOutput
 from millrace.stages.params import SamplingParams
 from millrace.stages.request_limits import as_token_ids
+from tests.stages.pressure import begin_together, swap_if_there_is_room
 
 SMALL: dict[str, Any] = {
     "attention_backend": "torch",
@@ -65,8 +66,9 @@ async def run(
     env.streams = streams
     try:
         async with Engine(model=str(checkpoint), env=env, **{**SMALL, **settings}) as engine:
-            if engine.core.stages.allocate.allocator.host is not None:
-                engine.core.stages.allocate.allocator.host.rates = None  # swap whenever there is room
+            swap_if_there_is_room(engine)
+            if "num_gpu_blocks" in settings:  # as few that some are preempted, if all are there
+                begin_together(engine, len(asks))
             prepare(engine)
             model = engine.pipeline.stages["execute"].runner  # type: ignore[attr-defined]
             device = engine.pipeline.stages["execute"].device  # type: ignore[attr-defined]

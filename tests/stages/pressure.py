@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.stages.messages import StepPlan
-
 
 def begin_together(engine: Any, num_requests: int) -> None:
-    """No step is planned from now on until so many requests have come to be served."""
-    scheduler = engine.core.stages.schedule.scheduler
-    plan = scheduler.plan
+    """It is too early to plan a step, from now on until so many requests have come to be served."""
+    stage = engine.core.stages.schedule
+    is_early = stage._is_early
 
-    def plan_for_all() -> StepPlan | None:
-        if len({sequence.request_id for sequence in scheduler.sequences.values()}) < num_requests:
-            return None
-        scheduler.plan = plan
-        return plan()  # type: ignore[no-any-return]
+    def are_few_or_is_early() -> bool:
+        if len({sequence.request_id for sequence in stage.scheduler.sequences.values()}) < num_requests:
+            return True
+        stage._is_early = is_early
+        return bool(is_early())
 
-    scheduler.plan = plan_for_all
+    stage._is_early = are_few_or_is_early
 
 
 def swap_if_there_is_room(engine: Any) -> None:

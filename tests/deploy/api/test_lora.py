@@ -42,6 +42,7 @@ from tests.counts import FULL, count
 from tests.model.lora import peft_formats
 from tests.model.lora.peft_formats import ALPHA, RANK, write_adapter, write_base
 from tests.model.tiny_tokenizers import make_tokenizer
+from tests.stages.pressure import begin_together
 
 PROMPTS = ([5, 6, 7, 8], [40, 3, 99, 100, 12, 13])
 VOCAB_SIZE = 320
@@ -119,6 +120,7 @@ def test_a_mixed_batch_answers_as_the_merged_checkpoints_do_and_its_recording_re
         modules = (f"named={folder / 'adapters' / 'one'}",)
         async with engine_of(folder, lora_modules=modules, record=str(path)) as engine:
             mix = [key for key in wanted for _ in range(2)]
+            begin_together(engine, len(mix))
             answers = await asyncio.gather(*(tokens(engine, PROMPTS[number], name) for name, number in mix))
             for key, answer in zip(mix, answers, strict=True):
                 assert answer == wanted[key], key

@@ -22,6 +22,7 @@ from millrace.stages.testing.scripted.engine import scripted_engine
 from millrace.stages.testing.scripted.script import ALPHABET, Script
 from tests.counts import count
 from tests.model.checkpoints import make_checkpoint
+from tests.stages.pressure import begin_together, swap_if_there_is_room
 
 pytestmark = pytest.mark.slow
 
@@ -210,6 +211,8 @@ def serve_real(reference: Reference, **sizes: Any) -> tuple[list[list[int]], Wat
 
     async def main() -> tuple[list[list[int]], Watch]:
         async with Engine(config) as engine:
+            swap_if_there_is_room(engine)
+            begin_together(engine, len(reference.asks))
             watch = Watch(engine)
 
             async def one(ask: Ask) -> list[int]:

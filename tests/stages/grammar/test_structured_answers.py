@@ -18,6 +18,7 @@ from tests.counts import FULL
 from tests.model.checkpoints import STYLES, make_checkpoint
 from tests.model.tiny_tokenizers import make_tokenizer
 from tests.stages.engine.test_engine import live
+from tests.stages.pressure import begin_together
 from tests.stages.schemas import FAMILIES, make_schema
 
 NUM_SCHEMAS = 25 if FULL else 3  # of each of the ten families, with each of two tokenizers
@@ -187,11 +188,11 @@ def test_a_preempted_answer_goes_on_in_its_grammar(checkpoint: Path) -> None:
 
         async def test(engine: Engine) -> None:
             nonlocal preempted
+            begin_together(engine, len(asked))
             got = await asyncio.gather(*(answer(engine, one, [*PROMPT, i]) for i, one in enumerate(asked)))
             texts.append([one.text for one in got])
             preempted = engine.status().core.scheduler.num_preemptions
 
-        # torch: native steps are so short that one answer is over when the next begins
         with_engine(checkpoint, test, attention_backend="torch", **overrides)
         return preempted
 

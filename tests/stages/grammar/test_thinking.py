@@ -22,6 +22,7 @@ from millrace.stages.sample.slot_params import THINKING
 from millrace.stages.structured_outputs import StructuredOutputs
 from tests.counts import count
 from tests.stages.grants import decode, started
+from tests.stages.pressure import begin_together
 
 NUM_EXAMPLES = count(50, 2000)
 START, END = (7, 8), (9, 5, 6)
@@ -143,6 +144,7 @@ async def ask_alone_and_together() -> tuple[list[list[int]], list[list[int]], in
 
         alone = [tokens for prompt in PROMPTS for tokens in await ask(prompt)]
         assert engine.status().core.scheduler.num_preemptions == 0
+        begin_together(engine, len(PROMPTS))
         together = [tokens for found in await asyncio.gather(*map(ask, PROMPTS)) for tokens in found]
         for tokens in alone:
             assert tuple(tokens[NUM_THOUGHTS : NUM_THOUGHTS + len(ids[1])]) == ids[1]

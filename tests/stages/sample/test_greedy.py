@@ -19,6 +19,7 @@ from millrace.model.checkpoint.hub import bundled_model_path
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from tests.counts import FULL, count
 from tests.model.checkpoints import FAMILIES, make_checkpoint
+from tests.stages.pressure import begin_together, swap_if_there_is_room
 
 ROOT = Path(__file__).parents[3]
 LENGTHS = (1, 15, 16, 17, 500)
@@ -119,6 +120,8 @@ def test_greedy_tokens_equal_transformers_when_memory_runs_out(subject: Subject,
         settings = {"steps_in_flight": steps_in_flight, "num_gpu_blocks": 42, "num_cpu_blocks": num_cpu_blocks}
         limits = {"max_num_batched_tokens": 128, "attention_backend": backend}
         async with Engine(config(subject.folder, **settings, **limits)) as engine:
+            swap_if_there_is_room(engine)
+            begin_together(engine, len(subject.others) + len(subject.prompts))
             long_answers = [answer(engine, other, num_new=NUM_LONG) for other in subject.others]
             answers = asyncio.gather(*(answer(engine, prompt) for prompt in subject.prompts))
             results = await asyncio.gather(*long_answers, answers)

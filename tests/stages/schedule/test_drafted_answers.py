@@ -11,6 +11,7 @@ import pytest
 from millrace.stages import Engine, EngineConfig, SamplingParams
 from millrace.stages.schedule.scheduler import Scheduler
 from tests.counts import FULL
+from tests.stages.pressure import begin_together
 
 PROMPTS = (
     "One day the cat sat on the mat. One day the cat sat on the mat. One day the cat sat on",
@@ -66,6 +67,7 @@ def test_answers_are_the_same_when_memory_runs_out():
         async with Engine(EngineConfig(dtype="float32", device="cpu", **sizes, **lookup, **settings)) as engine:
             params: dict[str, Any] = {"temperature": 0.1, "ignore_eos": True, "max_tokens": 160}
             asked = [(prompt, seed) for prompt in PROMPTS for seed in (1, 2)][:4]
+            begin_together(engine, len(asked))
             answers = [answer(engine, prompt, seed=seed, **params) for prompt, seed in asked]
             return await asyncio.gather(*answers), engine.core.stages.schedule.scheduler
 

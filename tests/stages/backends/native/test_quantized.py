@@ -14,6 +14,7 @@ from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
 from millrace.stages.errors import ConfigError
 from tests.bench.quantized_quality import PLAIN, Form, held_out, load, mean_loss
 from tests.counts import FULL
+from tests.stages.pressure import begin_together, swap_if_there_is_room
 
 pytestmark = [
     pytest.mark.slow,
@@ -71,7 +72,9 @@ def test_answers_are_the_same_alone_swapped_recomputed_and_after_a_prefix_hit(fo
     async def crowded(num_cpu_blocks: int) -> tuple[list[list[int]], set[str], int]:
         config = EngineConfig(**SMALL, **FORMS[form], num_gpu_blocks=18, num_cpu_blocks=num_cpu_blocks)
         async with Engine(config) as engine:
+            swap_if_there_is_room(engine)
             first = await answer(engine, prompts[0], 60)
+            begin_together(engine, len(prompts) - 1)
             found = await asyncio.gather(*(answer(engine, prompt, 60) for prompt in prompts[1:]))
             assert engine.core.stages.allocate.allocator.cache is not None
             hows = {how for how, _ in engine.status().core.scheduler.preemptions}

@@ -25,6 +25,7 @@ from millrace.stages import LLM, Engine, EngineConfig, SamplingParams
 from millrace.stages.backends.torch.kv_dtype import check_kv_dtype
 from millrace.stages.errors import ConfigError
 from tests.bench.quantized_quality import held_out
+from tests.stages.pressure import begin_together, swap_if_there_is_room
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 BLOCK_SIZE, MAX_TOKENS = 16, 256
@@ -126,7 +127,9 @@ def test_answers_are_the_same_alone_swapped_recomputed_and_after_a_prefix_hit() 
 
     async def crowded(num_cpu_blocks: int) -> tuple[list[list[int]], set[str], int]:
         async with Engine(EngineConfig(**form, num_gpu_blocks=9, num_cpu_blocks=num_cpu_blocks)) as engine:
+            swap_if_there_is_room(engine)
             first = await answer(engine, prompts[0], 40)
+            begin_together(engine, len(prompts) - 1)
             found = await asyncio.gather(*(answer(engine, prompt, 40) for prompt in prompts[1:]))
             assert engine.core.stages.allocate.allocator.cache is not None
             return (

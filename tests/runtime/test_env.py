@@ -79,13 +79,13 @@ def test_cancelling_removes_a_waiting_job_and_drops_the_result_of_a_running_one(
 
         def first() -> None:
             begun.set()
-            go_on.wait(5)
+            go_on.wait(60)
             ran.append("first")
 
         running = worker.submit(first)
         waiting = worker.submit(ran.append, "second")
         last = worker.submit(ran.append, "third")
-        begun.wait(5)
+        begun.wait(60)
         assert worker.num_waiting == 2
         waiting.cancel()
         running.cancel()
@@ -106,7 +106,7 @@ def test_a_cancelled_waiting_job_lets_go_of_its_arguments_at_once():
         env = LiveEnv()
         worker = env.worker("w")
         go_on = threading.Event()
-        blocker = worker.submit(go_on.wait, 5)
+        blocker = worker.submit(go_on.wait, 60)
         tensor = Tensor()
         gone = weakref.ref(tensor)
         job = worker.submit(id, tensor)
@@ -143,10 +143,10 @@ def test_closing_waits_for_the_running_job_cancels_the_others_and_joins_the_thre
         env = LiveEnv()
         worker = env.worker("w", threads=2)
         begun, go_on = threading.Barrier(3), threading.Event()
-        running = [worker.submit(lambda: begun.wait(5) >= 0 and go_on.wait(5)) for _ in range(2)]
+        running = [worker.submit(lambda: begun.wait(60) >= 0 and go_on.wait(60)) for _ in range(2)]
         waiting = [worker.submit(int) for _ in range(3)]
         await asyncio.sleep(0)  # a turn of the loop, at which a free thread is woken for jobs
-        begun.wait(5)
+        begun.wait(60)
         assert threads_of("w") == ["millrace-w-0", "millrace-w-1"]
         closings = [asyncio.create_task(worker.aclose()) for _ in range(2)]
         await asyncio.sleep(0)
@@ -181,7 +181,7 @@ def test_a_loop_that_closes_over_a_running_job_is_no_error_in_the_thread():
     worker = LiveEnv().worker("orphan")
 
     async def main() -> None:
-        worker.submit(go_on.wait, 5)
+        worker.submit(go_on.wait, 60)
 
     hook, threading.excepthook = threading.excepthook, errors.append
     try:
@@ -194,7 +194,7 @@ def test_a_loop_that_closes_over_a_running_job_is_no_error_in_the_thread():
     assert thread.is_alive() and thread.daemon and errors == []  # it waits for jobs; the process may end without it
     worker._jobs.append(None)  # type: ignore[attr-defined]  # `aclose` cannot end it: it needs the loop
     worker._call()  # type: ignore[attr-defined]
-    thread.join(5)
+    thread.join(60)
 
 
 def test_jobs_that_come_while_threads_go_to_sleep_are_all_done():
@@ -206,7 +206,7 @@ def test_jobs_that_come_while_threads_go_to_sleep_are_all_done():
             if num_jobs == 3:
                 await asyncio.sleep(0)
                 jobs.append(worker.submit(int, "5"))
-            assert await asyncio.wait_for(asyncio.gather(*jobs), 5) == [5] * len(jobs)
+            assert await asyncio.wait_for(asyncio.gather(*jobs), 60) == [5] * len(jobs)
         await env.aclose()
 
     asyncio.run(main())

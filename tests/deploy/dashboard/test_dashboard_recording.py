@@ -56,7 +56,7 @@ def page(recording: Path) -> Iterator[Any]:
                 yield page
         finally:
             process.terminate()
-            assert process.wait(10) == 0
+            assert process.wait(60) == 0
 
 
 def go(page: Any, time_s: float) -> None:

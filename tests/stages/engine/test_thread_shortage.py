@@ -47,7 +47,7 @@ def run(test: Callable[[ScriptedEngine], Awaitable[None]]) -> None:
             await test(engine)
             await engine.check_quiet()
 
-    asyncio.run(asyncio.wait_for(main(), 10.0))
+    asyncio.run(asyncio.wait_for(main(), 100.0))
 
 
 async def text_of(engine: ScriptedEngine, prompt: str, params: SamplingParams = PARAMS) -> str:
@@ -61,7 +61,7 @@ def test_an_engine_without_a_thread_says_so_and_leaves_nothing(allow: Callable[[
         engine = scripted_engine(is_async=is_async)
         allow(num_allowed)
         try:
-            await asyncio.wait_for(engine.start(), 1.0)
+            await asyncio.wait_for(engine.start(), 60.0)
         except ThreadNotStarted as error:
             assert "millrace-" in str(error)
             return False
@@ -71,7 +71,7 @@ def test_an_engine_without_a_thread_says_so_and_leaves_nothing(allow: Callable[[
         return True
 
     before = set(threading.enumerate())
-    started = [asyncio.run(asyncio.wait_for(main(count), 5.0)) for count in range(4)]
+    started = [asyncio.run(asyncio.wait_for(main(count), 100.0)) for count in range(4)]
     assert started == [False, not is_async, not is_async, True], "one thread, or those of steps, results and the check"
     assert set(threading.enumerate()) == before
 

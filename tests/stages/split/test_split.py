@@ -389,7 +389,7 @@ def test_a_start_does_not_wait_for_reports_that_cannot_come(front: Any, away: An
         core = RemoteCore(setup, lambda setup, owner: NoReports(away))  # type: ignore[arg-type,return-value]
         core.front = front
         with pytest.raises(error):
-            await asyncio.wait_for(core._wait_for_report(), 5.0)
+            await asyncio.wait_for(core._wait_for_report(), 60.0)
         await env.aclose()
 
     asyncio.run(main())

@@ -79,12 +79,13 @@ def test_an_engine_process_that_hangs_is_replaced_and_answers_go_on(monkeypatch:
     run(test)
 
 
-def test_an_engine_process_that_hangs_does_not_hold_up_the_end() -> None:
+def test_an_engine_process_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(engine: SplitEngine) -> None:
         strike(engine, signal.SIGSTOP)
+        monkeypatch.setattr(engine_core, "STOP_S", 300.0)
         began_s = asyncio.get_running_loop().time()
         await engine.stop()
-        assert asyncio.get_running_loop().time() - began_s < engine_core.SILENT_S + 2.0
+        assert asyncio.get_running_loop().time() - began_s < 60.0
 
     run(test)
 

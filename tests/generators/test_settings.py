@@ -7,7 +7,7 @@ import pytest
 from tests.counts import FULL, count, first_seed
 from tests.generators import settings
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if FULL else 1200)]  # engines on a busy machine
 
 
 def test_no_answer_depends_on_how_an_engine_is_set_or_on_what_runs_beside_it():

@@ -2,8 +2,9 @@
 
 It replaces the functions of `triton.language` by its own at each launch and at each call of a device function, and puts
 them back after the launch. A process of the tests interprets all that it launches, so here they are replaced once. It
-makes a table of all types to find one of numpy's, and each tensor's shape and type anew, of which there are few. And it
-computes sums and products of integers once more in 64 bits to assert, in debug mode alone, that none overflows.
+makes a table of all types to find one of numpy's, and each tensor's shape and type anew, of which there are few; it
+compares the shapes of two operands, mostly the same one, number by number. And it computes sums and products of
+integers once more in 64 bits to assert, in debug mode alone, that none overflows.
 A plugin of pytest: `-p tests.kernels.quick_interpreter`. Without it the kernels compute the same, later.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import triton.language as tl
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     patch_lang, scope_of_nothing = interpreter._patch_lang, interpreter._LangPatchScope
@@ -68,7 +70,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             self.shape, self.numel, self.name = found
 
     def equal(self: Any, other: Any) -> Any:
-        return tl.constexpr(True) if self is other else is_equal(self, other)
+        if self is other:
+            return tl.constexpr(True)
+        if type(other) is list and all(type(each) is int for each in other):
+            return tl.constexpr(self.values == other)
+        return is_equal(self, other)
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_values(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        is_alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
+        return (lhs, rhs) if is_alike else broadcast(self, lhs, rhs)
 
     tl.core.tensor.__init__, tl.core.block_type.__init__ = init_tensor, init_block_type
     tl.core.tuple.__eq__ = equal
+    TritonSemantic.broadcast_impl_value = broadcast_values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +24,7 @@ from millrace.stages.backends.recurrent_settings import num_snapshots, within_st
 from millrace.stages.errors import ConfigError
 from millrace.stages.schedule.speculation import num_speculative_tokens
 from tests.counts import FULL
-from tests.families.ways import BLOCK_SIZE
+from tests.families.ways import BLOCK_SIZE, wait_until_idle
 from tests.families.zoo import Entry, Zoo, chosen
 from tests.stages.late_engines import late
 
@@ -93,16 +92,6 @@ def cached_tokens(llm: LLM, entry: Entry) -> list[int]:
 def forget_prefixes(llm: LLM) -> None:
     allocate: Any = llm.engine.pipeline.stages["allocate"]
     allocate.reset_prefix_cache()
-
-
-def wait_until_idle(llm: LLM) -> None:
-    """Until the last answer's slot is free, and the step that saves its state is over."""
-    stages: Any = llm.engine.pipeline.stages
-    scheduler, pool = stages["schedule"].scheduler, stages["allocate"].allocator.pool
-    until_s = time.monotonic() + 60
-    while scheduler.sequences or pool.num_in_use or pool.num_quarantined or scheduler.num_in_flight:
-        assert time.monotonic() < until_s
-        time.sleep(0.002)
 
 
 def wanted(entry: Entry) -> list[list[int]]:

@@ -172,6 +172,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif "/resolve/" in path:
             self.reply(200, FILES[name], {"ETag": f'"{name}"', "X-Repo-Commit": self.commit})
+        elif "/tree/" in path:
+            tree = [{"type": "file", "path": name, "size": len(raw), "oid": name} for name, raw in FILES.items()]
+            self.reply(200, json.dumps(tree).encode())
         else:
             siblings = [{"rfilename": name, "size": len(raw)} for name, raw in FILES.items()]
             self.reply(200, json.dumps({"id": "owner/name", "sha": self.commit, "siblings": siblings}).encode())

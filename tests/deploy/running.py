@@ -22,15 +22,16 @@ from tests.deploy.forked import CAN_FORK, ForkedProcess, Origin
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "scripted_fronts.py" if os.environ.get("MILLRACE_TEST_FRONTS") else "scripted_serve.py"
+FORKED_COMMANDS = [[sys.executable, "-m", "millrace.deploy", name] for name in ("serve", "route")]
 IS_FORKED = CAN_FORK and SCRIPT == "scripted_serve.py" and not FULL  # full counts start each server anew
 HELD = ("live", "blocks_in_use", "blocks_quarantined", "admitted", "sequences")
 
 
 @cache
-def _origin() -> Origin:
-    """Of the scripted servers of this process."""
+def _origin(script: str, *arguments: str) -> Origin:
+    """Of the servers of this process that `script` runs."""
     folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "tests/deploy" / SCRIPT), "--fork"]
+    command = [sys.executable, str(ROOT / "tests/deploy" / script), *arguments]
     return Origin(command, ROOT, os.environ | {"PYTHONPATH": folders})
 
 
@@ -46,7 +47,10 @@ class RunningServer:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         self.process: subprocess.Popen[str] | ForkedProcess
         if command is None and IS_FORKED:
-            self.process = _origin().start(options, environment, self._errors.fileno())
+            self.process = _origin(SCRIPT, "--fork").start(options, environment, self._errors.fileno())
+        elif command is not None and CAN_FORK and not FULL and list(command[:4]) in FORKED_COMMANDS:
+            arguments = {"arguments": list(command[3:])}
+            self.process = _origin("forked_command.py").start(arguments, environment, self._errors.fileno())
         else:
             self.process = subprocess.Popen(
                 command or [sys.executable, str(ROOT / "tests/deploy" / SCRIPT), json.dumps(options)],

@@ -24,52 +24,59 @@ class BlockCohort:
 
     slots: Indices  # [G]
     places: Indices  # [G] table positions of their next blocks
+    capacity: Ints  # [G] of their blocks, in tokens
     ones: Indices  # [G]
     sizes: Ints  # [G] tokens per block
-    capacity: Ints  # [G] of their blocks, in tokens
 
 
 class SteadyGrowth:
-    """The tables of one kind as the rows grow: each row needs a new block once in `block_size` steps."""
+    """The tables of one kind as the rows grow: each row needs a new block once in `block_size` steps.
+
+    A cohort is formed when its turn comes: mostly a row comes or goes before all of them had one.
+    """
 
     def __init__(self, slots: Indices, starts: Ints, tables: BlockTables) -> None:
-        self._tables = tables
+        self._tables, size = tables, tables.block_size
         num_left = tables.capacity[slots] - starts  # [R] tokens that still fit into the slot's blocks
-        order = np.argsort(num_left, kind="stable")
-        ends = np.searchsorted(num_left[order], np.arange(tables.block_size), side="right")
-        places = tables.capacity[slots] // tables.block_size
-        groups = np.split(order, ends)  # the last group: rows with a whole spare block
-        self.is_whole = not len(groups.pop())  # each row needs its next block within `block_size` steps
-        self._cohorts = [
-            BlockCohort(
-                slots=slots[rows],
-                places=places[rows].astype(np.intp),
-                ones=np.ones(len(rows), np.intp),
-                sizes=np.full(len(rows), tables.block_size, np.int32),
-                capacity=tables.capacity[slots[rows]],
-            )
-            for rows in groups
-        ]
+        self._slots = slots[num_left.argsort(kind="stable")]  # [R] in the order of their turns
+        counts = np.bincount(num_left, minlength=size)[:size]
+        self._counts: list[int] = counts.tolist()  # rows of each cohort
+        self._ends: list[int] = counts.cumsum().tolist()  # of each cohort, in `_slots`
+        self.is_whole = self._ends[-1] == len(slots)  # each row needs its next block within `block_size` steps
+        self._cohorts: list[BlockCohort | None] = [None] * size
         self._cohort = 0
+
+    @property
+    def _turn(self) -> BlockCohort:
+        """The rows whose turn it is."""
+        return self._cohorts[self._cohort] or self._form()
+
+    def _form(self) -> BlockCohort:
+        count, end, size = self._counts[self._cohort], self._ends[self._cohort], self._tables.block_size
+        slots = self._slots[end - count : end]
+        capacity = self._tables.capacity[slots]
+        steps = np.ones(count, np.intp), np.full(count, size, np.int32)
+        made = self._cohorts[self._cohort] = BlockCohort(slots, (capacity // size).astype(np.intp), capacity, *steps)
+        return made
 
     @property
     def num_rows(self) -> int:
         """Rows whose turn it is."""
-        return len(self._cohorts[self._cohort].slots)
+        return self._counts[self._cohort]
 
     @property
     def num_blocks(self) -> int:
         """Blocks that the next step needs."""
-        return len(self._cohorts[self._cohort].slots)
+        return self._counts[self._cohort]
 
     def last_blocks(self) -> list[int]:
         """The last block of each row that needs a new one in the next step; -1 if it holds none."""
-        turn = self._cohorts[self._cohort]
+        turn = self._turn
         return self._tables.blocks_at(turn.slots, turn.places - turn.ones)
 
     def grow(self, blocks: Ints) -> tuple[Indices, Indices, Ints]:
         """Appends the new blocks to the tables. Returns (slot, place, block) of each."""
-        turn, tables = self._cohorts[self._cohort], self._tables
+        turn, tables = self._turn, self._tables
         slots, places = turn.slots, turn.places
         tables.blocks[slots, places] = blocks
         turn.capacity = tables.capacity[slots] = turn.capacity + turn.sizes
@@ -103,7 +110,7 @@ class SteadyWindow(SteadyGrowth):
         return len(self._others)
 
     def last_blocks(self) -> list[int]:
-        turn = self._cohorts[self._cohort]
+        turn = self._turn
         return self._window.blocks_at(turn.slots[self._others], turn.places[self._others] - 1)
 
     def prepare(self, num_in_flight: int, last_step: int) -> None:
@@ -114,7 +121,7 @@ class SteadyWindow(SteadyGrowth):
         """
         if not self._cohort and self._passed:
             self.give_back(last_step)
-        turn, window, ring = self._cohorts[self._cohort], self._window, self._rings[self._cohort]
+        turn, window, ring = self._turn, self._window, self._rings[self._cohort]
         if ring is not None and num_in_flight <= ring.slack:
             blocks = window.blocks[turn.slots, ring.firsts]
             if not self._windows.may_share or self._each.pool.is_alone(blocks, self._device.completed_step).all():
@@ -145,7 +152,7 @@ class SteadyWindow(SteadyGrowth):
 
     def grow(self, blocks: Ints) -> tuple[Indices, Indices, Ints]:
         """`blocks` are for the rows that need others."""
-        turn, window, again = self._cohorts[self._cohort], self._window, self._again
+        turn, window, again = self._turn, self._window, self._again
         if len(self._reused):
             self._windows.write_again(self._each, self._reused)
             if (ring := self._rings[self._cohort]) is not None:

@@ -1,9 +1,10 @@
-"""Comparisons and counts of short arrays, faster than numpy's own at a few hundred entries."""
+"""Comparisons, counts and sums of short arrays, faster than numpy's own at a few hundred entries."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from .messages import Bools
@@ -25,3 +26,8 @@ def is_zero(a: NDArray[Any]) -> bool:
 def num_true(a: Bools) -> int:
     """How many entries are True."""
     return a.tobytes().count(1)
+
+
+def total(a: NDArray[np.integer[Any]]) -> int:
+    """The sum of all entries, without the detour of `a.sum()` through Python."""
+    return int(np.add.reduce(a))

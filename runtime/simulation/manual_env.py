@@ -34,10 +34,12 @@ class ManualEnv(Env):
     @property
     def next_alarm_s(self) -> float:
         """The time of the next alarm; infinite if there is none."""
-        return min((alarm.when_s for alarm in self._alarms), default=math.inf)
+        return min([alarm.when_s for alarm in self._alarms]) if self._alarms else math.inf
 
     def ring(self) -> None:
         """Calls the alarms that are due, in order of time."""
+        if not self._alarms:
+            return
         due = [alarm for alarm in self._alarms if alarm.when_s <= self.time_s]
         for alarm in sorted(due, key=lambda alarm: alarm.when_s):
             if alarm in self._alarms:  # not cancelled by an earlier one

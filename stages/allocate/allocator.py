@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kernels.layout.kv_layout import KVLayout, KVRoom
+from ..array_checks import total
 from ..messages import (
     NO_INDICES,
     NO_INTS,
@@ -376,7 +377,7 @@ def _cut_to_budget(hand: PlanInHand) -> Ints:
     """
     plan, remaining = hand.plan, hand.remaining
     num_rows = len(plan.slots)
-    if (num_rows if plan.is_decode else int(remaining.sum())) <= plan.token_budget:
+    if (num_rows if plan.is_decode else total(remaining)) <= plan.token_budget:
         return remaining
     before = np.cumsum(remaining, dtype=np.int32) - remaining
     granted: Ints = np.clip(plan.token_budget - before, 0, remaining).astype(np.int32)

@@ -59,7 +59,12 @@ class PartialBlocks:
 
     def add(self, block: int, before: Before, tokens: bytes) -> None:
         """Adds `block`, which must not be indexed yet and begins with `tokens`, at least one."""
-        self._blocks.setdefault((before, tokens[:TOKEN_BYTES]), {})[block] = tokens
+        where = before, tokens[:TOKEN_BYTES]
+        known = self._blocks.get(where)
+        if known is None:
+            self._blocks[where] = {block: tokens}  # mostly it is the only one
+        else:
+            known[block] = tokens
 
     def add_tail(self, block: int, before: Before, tokens: bytes) -> list[int] | None:
         """Adds a partly filled block.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..array_checks import total
 from ..messages import NO_INDICES, NO_INTS, Indices, Ints, StepPlan, TableEntries
 from .tiers.block_tables import BlockTables, WindowTables
 from .tiers.device_tier import DeviceTier, KindBlocks
@@ -69,7 +70,7 @@ class PlanGrowth:
         if plan.is_decode and plan.num_reserved is None:
             return PlanAllocation(granted, grows, self._ones[: len(grows)], len(grows), (), more)
         counts = tables.num_blocks_for(num_beyond[grows])
-        return PlanAllocation(granted, grows, counts, int(counts.sum()), (), more)
+        return PlanAllocation(granted, grows, counts, total(counts), (), more)
 
     def _growth_to(self, each: KindBlocks, plan: StepPlan, granted: Ints, lengths: Ints, num_in_flight: int) -> Growth:
         """The blocks that the tables of a kind need for these lengths, [R], of the rows of a plan."""

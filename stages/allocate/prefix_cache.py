@@ -289,8 +289,11 @@ class PrefixCache:
     def begin(self, chain: BlockChain, num_tokens: int) -> None:
         """Announces that the first `num_tokens` tokens of `chain` are computed or being computed."""
         num_full = min(num_tokens // self.block_size, chain.num_known)
-        for place in range(max(chain.num_computing, chain.num_blocks), num_full):
-            self._computing.setdefault(self._key(chain, place), chain.sequence_id)
+        first, computing, sequence_id = max(chain.num_computing, chain.num_blocks), self._computing, chain.sequence_id
+        if first < num_full:
+            self._derive(chain, num_full)
+            for key in chain.keys[1 + first : 1 + num_full]:
+                computing.setdefault(key, sequence_id)
         chain.num_computing = max(chain.num_computing, num_full)
 
     def put(self, chain: BlockChain, block: int, tokens: bytes | None = None) -> bool:
@@ -363,8 +366,7 @@ class PrefixCache:
     def keys_of(self, token_ids: Ints, salt: str = "", *, adapter: str = "") -> list[bytes]:
         """The keys of the full blocks of a prompt."""
         chain = self.chain(0, token_ids, salt, adapter=adapter)
-        if chain.num_known:
-            self._key(chain, chain.num_known - 1)
+        self._derive(chain, chain.num_known)
         return chain.keys[1:]
 
     # -- removing
@@ -475,10 +477,17 @@ class PrefixCache:
         return self.digest(self._secret, salt.encode() if isinstance(salt, str) else salt)
 
     def _key(self, chain: BlockChain, place: int) -> bytes:
-        keys = chain.keys
-        while len(keys) <= place + 1:
-            keys.append(self.digest(keys[-1], self._tokens(chain, len(keys) - 1)))
-        return keys[place + 1]
+        if len(chain.keys) <= place + 1:
+            self._derive(chain, place + 1)
+        return chain.keys[place + 1]
+
+    def _derive(self, chain: BlockChain, num_blocks: int) -> None:
+        """Makes the keys of the first blocks, as far as they are not known yet."""
+        keys, contents, size, digest = chain.keys, chain.contents, self._block_bytes, self.digest
+        key = keys[-1]
+        for begin in range((len(keys) - 1) * size, num_blocks * size, size):
+            key = digest(key, contents[begin : begin + size])
+            keys.append(key)
 
     def _tokens(self, chain: BlockChain, place: int) -> bytes:
         begin = place * self._block_bytes

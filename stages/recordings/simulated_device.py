@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..array_checks import num_true
 from ..config import MAX_SPECULATIVE_TOKENS
 from ..messages import Bools, Guess, Indices, Ints, StepDone, StepGrant
 from ..schedule.slot_table import SlotTable
@@ -21,8 +23,7 @@ from .cost_model import CostModel
 from .repetition import GuessOutcome, Repetition
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SimulatedStep:
+class SimulatedStep(NamedTuple):
     """A step on the device."""
 
     end_s: float
@@ -96,7 +97,7 @@ class SimulatedDevice:
             contents = StepContents.of(grant.starts, grant.num_certain, num_copied, len(grant.started), num_drafts)
             took_s = self._model.seconds(contents)
             done, is_steady = self._sample(grant, took_s), False
-            if grant.is_decode and len(done.slots) == len(grant.slots) and not done.is_finished.any():
+            if grant.is_decode and len(done.slots) == len(grant.slots) and not num_true(done.is_finished):
                 self._steady = self._steady_of(grant, done, contents)
         self._free_at_s = max(now_s, self._free_at_s) + took_s
         self.flights.append(SimulatedStep(self._free_at_s, done, is_steady))
@@ -119,8 +120,8 @@ class SimulatedDevice:
             most_tokens = 1 + int(grant.drafts.counts.max())
             num_right = self._num_right(rows, places, grant.drafts.counts[grant.is_sampled][is_alive])
             rows, places = _with_right(rows, places, num_right)
-        self._num_generated[rows] = places + 1  # for a repeated row the last one counts
-        is_finished = places + 1 >= self._num_wanted[rows]
+        num_generated = self._num_generated[rows] = places + 1  # for a repeated row the last one counts
+        is_finished = num_generated >= self._num_wanted[rows]
         self._is_over[rows] = is_finished
         columns = (rows, self._sequence_id[rows], places, self._zeros[: len(rows)], is_finished)
         return StepDone(grant.step, *columns, most_tokens, int(took_s * 1e6))

@@ -7,9 +7,11 @@ client that leaves, a step that is done, a plan that is due. Clients read at onc
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 from ...runtime.simulation.manual_env import run_at_once
 from ..allocate.key_changes import KeyChanges, KeyDelta
+from ..array_checks import num_true
 from ..errors import Overloaded
 from ..intake.stage import Intake
 from ..messages import AdapterRef, Indices, Prompt, Request, StepDone, StepPlan, TokenRequest
@@ -82,6 +85,9 @@ class SimulatedEngine:
         self.outcomes: dict[int, RequestOutcome] = {}  # by the request's number, in order of arrival
         self.num_expected = 0  # requests so far
         self._model = model
+        self._costs = StepTimeCosts(
+            model.step_s, model.prefill_token_s, model.prefill_pair_s, model.decode_row_s, model.decode_context_s
+        )
         self._key_changes: KeyChanges | None = None
         self._ended: list[int] = []
         self._intake = Intake(
@@ -111,9 +117,9 @@ class SimulatedEngine:
     @property
     def next_event_s(self) -> float:
         """When something happens next; infinity if nothing does."""
-        arrives_s = self._upcoming[0][0] if self._upcoming else np.inf
-        done_s = self.device.flights[0].end_s if self.device.flights else np.inf
-        leaves_s = self._leaving[0][0] if self._leaving else np.inf
+        arrives_s = self._upcoming[0][0] if self._upcoming else math.inf
+        done_s = self.device.flights[0].end_s if self.device.flights else math.inf
+        leaves_s = self._leaving[0][0] if self._leaving else math.inf
         return min(arrives_s, done_s, leaves_s, self.core.env.next_alarm_s)
 
     def advance(self, until_s: float = np.inf) -> None:
@@ -144,11 +150,7 @@ class SimulatedEngine:
 
     def load(self) -> EngineLoad:
         """The report of an engine, with the costs of its model and all that it was told to expect."""
-        scheduler, allocator, model = self.core.schedule.scheduler, self.core.allocate.allocator, self._model
-        costs = StepTimeCosts(
-            model.step_s, model.prefill_token_s, model.prefill_pair_s, model.decode_row_s, model.decode_context_s
-        )
-        return load_of(scheduler, allocator, costs, self.num_expected)
+        return load_of(self.core.schedule.scheduler, self.core.allocate.allocator, self._costs, self.num_expected)
 
     def take_ended(self) -> list[int]:
         """The requests that have ended since the last call, by number."""
@@ -194,7 +196,7 @@ class SimulatedEngine:
     def _arrive(self, number: int, workload_request: WorkloadRequest) -> None:
         outcome = RequestOutcome(workload_request.arrival_s, workload_request.num_prompt)
         self.outcomes[number] = outcome
-        params = SamplingParams(max_tokens=workload_request.num_answer, ignore_eos=True)
+        params = _params(workload_request.num_answer)
         tokens = workload_request.tokens(number)
         if workload_request.repeats is not None:
             self._repeats[number] = workload_request.repeats
@@ -243,15 +245,17 @@ class SimulatedEngine:
         if self._even_slots is not None:
             self._last_token_s[self._even_slots], self._even_slots = self._last_s, None
         self._last_s = now_s
-        is_first = done.places == 0
-        for number in done.sequence_ids[is_first].tolist():
-            self._begin(number, now_s)
         gaps_s = now_s - self._last_token_s[done.slots]
         if done.most_tokens > 1:
             gaps_s[1:][done.slots[1:] == done.slots[:-1]] = 0.0  # several tokens of a sequence in one step
-        self._gaps.append(gaps_s[~is_first])
+        is_first = done.places == 0
+        if num_true(is_first):
+            for number in done.sequence_ids[is_first].tolist():
+                self._begin(number, now_s)
+            gaps_s = gaps_s[~is_first]
+        self._gaps.append(gaps_s)
         self._last_token_s[done.slots] = now_s
-        for row in np.flatnonzero(done.is_finished).tolist():
+        for row in done.is_finished.nonzero()[0].tolist():
             self._end(int(done.sequence_ids[row]), int(done.places[row]) + 1, now_s)
         return done
 
@@ -288,6 +292,11 @@ class SimulatedEngine:
         if cache is not None:
             result.num_queries, result.num_hits = cache.num_queries, cache.num_hits
         return result
+
+
+@cache
+def _params(num_answer: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_answer, ignore_eos=True)
 
 
 def _num_done(request: TokenRequest) -> int:

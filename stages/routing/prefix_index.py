@@ -58,18 +58,20 @@ class PrefixIndex:
         that do not decrease.
         """
         self._forget_expected(now_s)
-        bit = 1 << engine
+        expected, bit = self._expected, 1 << engine
+        first = bit, until_s  # of all keys that were not expected anywhere
         for key in keys:
-            mask, known_until_s = self._expected.get(key, (0, 0.0))
-            self._expected[key] = mask | bit, max(until_s, known_until_s)
+            known = expected.get(key)
+            expected[key] = first if known is None else (known[0] | bit, max(until_s, known[1]))
         self._expiring.append((until_s, keys))
 
     def _forget_expected(self, now_s: float) -> None:
         while self._expiring and self._expiring[0][0] <= now_s:
+            expected = self._expected
             for key in self._expiring.popleft()[1]:
-                known = self._expected.get(key)
+                known = expected.get(key)
                 if known is not None and known[1] <= now_s:
-                    del self._expected[key]
+                    del expected[key]
 
     def runs(self, keys: Sequence[bytes], engines: Iterable[int], now_s: float) -> dict[int, int]:
         """For each of the engines, how many of the first blocks it has, or is expected to have."""
@@ -77,10 +79,13 @@ class PrefixIndex:
         alive = 0
         for engine in runs if keys else ():
             alive |= 1 << engine
+        find_holders, find_expected = self._holders.get, self._expected.get
         for place, key in enumerate(keys):
-            mask, (expected, until_s) = self._holders.get(key, 0), self._expected.get(key, _NEVER)
-            if until_s > now_s:
-                mask |= expected
+            mask = find_holders(key, 0)
+            if mask & alive != alive:
+                expected, until_s = find_expected(key, _NEVER)
+                if until_s > now_s:
+                    mask |= expected
             if gone := alive & ~mask:
                 while gone and place:
                     runs[(lowest := gone & -gone).bit_length() - 1] = place

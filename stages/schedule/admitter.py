@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from ...kernels.layout.kv_layout import KVLayout
-from ..messages import Ints, PlanReport
+from ..array_checks import total
+from ..messages import NO_INTS, Ints, PlanReport
 from .adapter_lines import AdapterLines
 from .adapter_slots import AdapterState
 from .lifecycle import SequenceLifecycle
@@ -263,15 +264,17 @@ class Admitter:
             growth = np.ones_like(known)
         else:  # preempted sequences are recomputed, so admit fewer
             half_left = self._blocks(table.limit[slots] - known) // 2
-            growth = np.clip(half_left, 1, MAX_GROWTH)
-        parked = table.num_computed[table.is_running & table.is_parked]
+            growth = np.minimum(np.maximum(half_left, 1), MAX_GROWTH)
+        parked = NO_INTS
+        if self._lifecycle.num_parked:
+            parked = table.num_computed[table.is_running & table.is_parked]
         if self._layout is not None and report.kv_room is not None:
             spare = SpareOfKinds(self._layout, report.kv_room, splits_prompts=self._splits_prompts)
             spare.count_rows(computed, known + growth * self._block_size)
             spare.count_parked(parked)
             return spare
         owed = self._blocks(known) - self._blocks(computed) + growth
-        num_left = report.num_free + report.num_quarantined + int(self._blocks(parked).sum()) - int(owed.sum())
+        num_left = report.num_free + report.num_quarantined + total(self._blocks(parked)) - total(owed)
         return SpareOfOneKind(num_left, self._block_size)
 
     def _blocks(self, num_tokens: Ints) -> Ints:

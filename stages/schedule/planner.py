@@ -12,6 +12,7 @@ from dataclasses import field
 import numpy as np
 
 from ...runtime.message import message
+from ..array_checks import num_true, total
 from ..messages import NO_INDICES, NO_INTS, Bools, Drafts, Indices, Ints, PlanReport
 from .admitter import Admitter
 from .lanes import Lanes
@@ -83,10 +84,12 @@ class Planner:
             return steady, None, self._most  # no prompt waits and no row drafts
         if self._lanes is not None and self._lanes.is_busy and not has_waiting:
             return TokenDemand.of(self._lifecycle.service_order, self._slots, NO_INDICES, NO_INTS), None, self._most
-        slots, num_wanted = self._rows(flights, row_limit)
+        slots, num_wanted, is_steady = self._rows(flights, row_limit)
         budget = self._token_budget(slots, num_wanted)
-        if has_waiting and self._admitter.admit(budget - int(num_wanted.sum()), row_limit, report):
-            slots, num_wanted = self._rows(flights, row_limit)
+        if has_waiting and self._admitter.admit(budget - total(num_wanted), row_limit, report):
+            slots, num_wanted, is_steady = self._rows(flights, row_limit)
+        if is_steady:
+            self._steady = SteadyDemand.begin(self._lifecycle.service_order, self._slots, num_wanted)
         demands = self._steady or TokenDemand.of(self._lifecycle.service_order, self._slots, slots, num_wanted)
         return demands, self._drafts(slots, num_wanted, budget), budget
 
@@ -120,18 +123,22 @@ class Planner:
 
     # -- rows
 
-    def _rows(self, flights: Collection[StepInFlight], row_limit: int) -> tuple[Indices, Ints]:
-        """(slots, tokens wanted) of the step: decodes first, each group in the order of service."""
+    def _rows(self, flights: Collection[StepInFlight], row_limit: int) -> tuple[Indices, Ints, bool]:
+        """(slots, tokens wanted) of the step: decodes first, each group in the order of service.
+
+        Also returns whether a `SteadyDemand` of all rows begins with it.
+        """
         steady = self._same_again(flights, row_limit)
         if steady is not None:
-            return steady.slots, steady.num_wanted
+            return steady.slots, steady.num_wanted, False
         if self._lanes is not None and self._lanes.is_busy:
-            return NO_INDICES, NO_INTS
+            return NO_INDICES, NO_INTS, False
         service_order, table = self._lifecycle.service_order, self._slots
         slots = service_order.slots
         self._speculation.follow_order(service_order, table)
-        num_left = table.num_known[slots] - table.num_computed[slots]
-        is_runnable = table.num_known[slots] < table.limit[slots]
+        num_known = table.num_known[slots]
+        num_left = num_known - table.num_computed[slots]
+        is_runnable = num_known < table.limit[slots]
         is_decode = is_runnable & (num_left == 1)
         is_prefill = is_runnable & (num_left > 1)
         if self._lanes is not None:
@@ -139,18 +146,17 @@ class Planner:
             self._steady, slots, num_wanted = self._lanes.rows(
                 service_order, num_left, is_decode, is_prefill, flights, row_limit, is_drafting=is_drafting
             )
-            return slots, num_wanted
-        is_steady = 0 < len(slots) <= row_limit and np.count_nonzero(is_decode) == len(slots)
+            return slots, num_wanted, False
+        is_steady = 0 < len(slots) <= row_limit and num_true(is_decode) == len(slots)
         if self._speculation.is_drafting or any(flight.drafted for flight in flights):
             is_steady = False
-            is_decode &= ~self._held(slots, flights, is_drafting_time=not np.count_nonzero(is_prefill))
-        if is_steady:
-            self._steady = SteadyDemand.begin(service_order, table, num_left)
-            return slots, num_left
+            is_decode &= ~self._held(slots, flights, is_drafting_time=not num_true(is_prefill))
         self._steady = None
+        if is_steady:
+            return slots, num_left, True
         rows = np.concatenate([slots[is_decode], slots[is_prefill]])
         wanted = np.concatenate([num_left[is_decode], num_left[is_prefill]])
-        return rows[:row_limit], wanted[:row_limit]
+        return rows[:row_limit], wanted[:row_limit], False
 
     def _same_again(self, flights: Collection[StepInFlight], row_limit: int) -> SteadyDemand | None:
         """The demand of the last plan, or of a lane, if it still holds: one token for each row, and no drafts."""

@@ -15,7 +15,7 @@ import numpy as np
 from ...kernels.layout.kv_layout import KVLayout
 from ..array_checks import num_true
 from ..errors import Failed, RequestError
-from ..messages import NO_INDICES, Drafts, Guess, PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
+from ..messages import NO_INDICES, Drafts, Guess, Indices, PlanReport, StepDone, StepPlan, StepVoid, TokenRequest
 from .admitter import Admitter
 from .lifecycle import SequenceLifecycle
 from .planner import Planner, StepInFlight
@@ -113,7 +113,7 @@ class Scheduler:
     @property
     def has_last_credit(self) -> bool:
         """Whether exactly one more step may be planned now."""
-        return self.has_credit and self.num_in_flight == self.limits.steps_in_flight - 1
+        return self._outstanding is None and self.num_in_flight == self.limits.steps_in_flight - 1
 
     @property
     def expected_s(self) -> float:
@@ -424,9 +424,12 @@ class Scheduler:
             )
             steady.note_granted(table)
             return
-        rows = report.num_granted.nonzero()[0]
-        slots, granted, num_cached = plan.slots[rows], report.num_granted[rows], report.num_cached[rows]
-        wanted, drafted = plan.num_wanted[rows], {}
+        slots, granted, num_cached = plan.slots, report.num_granted, report.num_cached
+        wanted, drafted = plan.num_wanted, {}
+        rows: Indices | slice = slice(None)
+        if granted is not wanted:
+            rows = granted.nonzero()[0]
+            slots, granted, num_cached, wanted = slots[rows], granted[rows], num_cached[rows], wanted[rows]
         if plan.drafts is not None:  # a row with drafts is granted all of them, or only its own token
             counts = plan.drafts.counts[rows]
             wanted = wanted - counts
@@ -444,11 +447,11 @@ class Scheduler:
         self._flights.append(StepInFlight(report.step, plan.generation, slots, contents, drafted, awaited, has_decodes))
         for row in num_cached.nonzero()[0].tolist():
             lifecycle.note_started(int(slots[row]), int(num_cached[row]))
-        if np.count_nonzero(granted > 1):
+        if num_true(granted > 1):
             lifecycle.note_computed(slots.tolist(), granted)
         for row in (table.num_computed[slots] == 0).nonzero()[0].tolist():
             self._admitter.note_cached(int(slots[row]), int(num_cached[row]))
-        progress = np.where(table.is_running[slots], granted + num_cached, 0)
+        progress = (granted + num_cached) * table.is_running[slots]
         table.num_computed[slots] += progress
         is_sampled = plan.reaches_end[rows] & (progress == wanted)
         table.num_known[slots] += is_sampled

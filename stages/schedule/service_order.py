@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..array_checks import num_true, total
 from ..messages import Bools, Indices, Ints
 from .slot_table import SlotTable
 
@@ -28,12 +29,15 @@ class ServiceOrder:
         slots = table.served()
         parked = (table.is_running & table.is_parked).nonzero()[0]
         is_victim = table.reserve[slots] == 0
-        is_victim[:1] = False  # the first served sequence is never preempted
-        behind = np.cumsum(is_victim[::-1])[::-1] - is_victim
+        has_reserves = num_true(is_victim) < len(slots)
+        if has_reserves:
+            is_victim[:1] = False  # the first served sequence is never preempted
+            behind, victims = is_victim[::-1].cumsum()[::-1] - is_victim, slots[is_victim][::-1]
+        else:
+            behind, victims = np.arange(len(slots))[::-1], slots[:0:-1]
         num_victims = np.zeros(table.num_slots, np.int32)
         num_victims[slots] = behind + len(parked)
-        victims = np.concatenate([parked, slots[is_victim][::-1]])
-        return cls(slots, victims, num_victims, bool(np.count_nonzero(table.reserve[slots])))
+        return cls(slots, np.concatenate([parked, victims]), num_victims, has_reserves)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,14 +74,14 @@ class SteadyDemand(TokenDemand):
     ) -> SteadyDemand:
         """The demand of rows of `service_order`, by default of all; `ones` [R] is 1 for each."""
         slots = service_order.slots if slots is None else slots
-        one_each = np.zeros(table.num_slots, np.int32)
+        one_each, num_known = np.zeros(table.num_slots, np.int32), table.num_known[slots]
         one_each[slots] = 1
         return cls(
             *_columns(service_order, table, slots, ones),
             service_order=service_order,
             one_each=one_each,
-            num_plans=int((table.limit[slots] - table.num_known[slots]).min()),
-            num_context=int(table.num_known[slots].sum()),
+            num_plans=int(np.minimum.reduce(table.limit[slots] - num_known)),
+            num_context=total(num_known),
         )
 
     def note_granted(self, table: SlotTable) -> None:

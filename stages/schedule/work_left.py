@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..array_checks import num_true, total
 from .scheduler import Scheduler
 
 
@@ -23,21 +24,20 @@ class WorkLeft:
     @classmethod
     def of(cls, scheduler: Scheduler) -> WorkLeft:
         """What the scheduler has now. Takes as long as it has sequences."""
-        slots, waiting = scheduler.slots, list(scheduler.waiting)
+        slots, num_waiting = scheduler.slots, scheduler.num_waiting
         running = slots.running()
         known, computed = slots.num_known[running], slots.num_computed[running]
-        left = (known - computed).astype(np.float64)
-        left[left <= 1] = 0.0  # the one token of a row that decodes
-        num_tokens = np.array([len(sequence.token_ids) for sequence in waiting], np.float64)
-        cached = np.array([sequence.num_expected_cached for sequence in waiting], np.float64)
-        to_come = np.maximum(num_tokens - cached, 1.0)
-        pairs = left * (computed + (left + 1) / 2)
-        pairs_to_come = to_come * (num_tokens - to_come + (to_come + 1) / 2)
-        return cls(
-            len(running),
-            scheduler.num_waiting,
-            int(known.sum()),
-            int(num_tokens.sum()),
-            int(left.sum() + to_come.sum()),
-            float(pairs.sum() + pairs_to_come.sum()),
-        )
+        num_left = known - computed
+        is_prompt = num_left > 1  # others have the one token of a row that decodes
+        waiting_tokens, num_prompt, num_pairs = 0, 0.0, 0.0
+        if num_true(is_prompt):
+            left = num_left[is_prompt].astype(np.float64)
+            num_prompt += left.sum()
+            num_pairs += (left * (computed[is_prompt] + (left + 1) / 2)).sum()
+        for sequence in scheduler.waiting:
+            num_tokens = len(sequence.token_ids)
+            to_come = max(num_tokens - sequence.num_expected_cached, 1)
+            waiting_tokens += num_tokens
+            num_prompt += to_come
+            num_pairs += to_come * (num_tokens - to_come + (to_come + 1) / 2)
+        return cls(len(running), num_waiting, total(known), waiting_tokens, int(num_prompt), float(num_pairs))

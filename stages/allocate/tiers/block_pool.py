@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...array_checks import num_true
 from ...messages import Bools, Indices, Ints
 
 if TYPE_CHECKING:
@@ -146,9 +147,9 @@ class BlockPool:
         if self._untold:
             self._notify_evicted(hand)
         assert len(taken) == total, f"{len(taken)} blocks taken where {total} were requested"
-        blocks = np.array(taken, np.intp)
+        blocks = np.array(taken, np.int32)
         self.num_tables[blocks] = 1
-        return blocks.astype(np.int32)
+        return blocks
 
     def _extend_run(self, block: int, until: int, taken: list[int]) -> None:
         """Takes consecutive blocks from `block` on, until `taken` has `until` entries.
@@ -177,8 +178,11 @@ class BlockPool:
         """Up to `count` free blocks of one run, ascending. Evicts cached ones if no block is free."""
         if not self.num_free:
             self._evict_for(count)
-        run = next(reversed(self._whole)) if self._whole else next(iter(self._partly))
-        first = run * self.run_size
+        if self._whole:
+            run = next(reversed(self._whole))
+            first = run * self.run_size
+            return np.arange(first, first + min(count, self._run_sizes[run]))
+        first = next(iter(self._partly)) * self.run_size
         found: Indices = (self.state[first : first + self.run_size] == FREE).nonzero()[0][:count] + first
         return found
 
@@ -256,19 +260,21 @@ class BlockPool:
         """
         if not len(blocks):
             return
-        assert (self.state[blocks] == IN_USE).all(), f"blocks {blocks.tolist()} given back, not all in use"
-        self.num_tables[blocks] -= 1
-        self._last_step[blocks] = np.maximum(self._last_step[blocks], last_step)
-        blocks = blocks[self.num_tables[blocks] == 0]
-        is_done = self._last_step[blocks] <= completed_step
-        if np.count_nonzero(is_done):
+        is_used = self.state[blocks] == IN_USE
+        assert num_true(is_used) == len(blocks), f"blocks {blocks.tolist()} given back, not all in use"
+        num_tables = self.num_tables[blocks] = self.num_tables[blocks] - 1
+        last_steps = self._last_step[blocks] = np.maximum(self._last_step[blocks], last_step)
+        is_unused = num_tables == 0
+        blocks, last_steps = blocks[is_unused], last_steps[is_unused]
+        is_done = last_steps <= completed_step
+        if num_true(is_done):
             self._release(blocks[is_done])
-            blocks = blocks[~is_done]
+            blocks, last_steps = blocks[~is_done], last_steps[~is_done]
         if len(blocks):
             self.num_moves += 1
             self.state[blocks] = QUARANTINED
             self.num_quarantined += len(blocks)
-            self._quarantine.append((int(self._last_step[blocks].max()), blocks))
+            self._quarantine.append((int(np.maximum.reduce(last_steps)), blocks))
 
     def pass_by(self, blocks: Ints) -> None:
         """A window is about to give these back: see `WindowPool`. Other pools treat all blocks alike."""
@@ -324,7 +330,7 @@ class BlockPool:
         The last block of a table is evicted first: the blocks before it are useful without it, but not the reverse.
         """
         is_kept = self._is_kept[blocks]
-        if np.count_nonzero(is_kept):
+        if num_true(is_kept):
             self.num_moves += 1
             kept = blocks[is_kept]
             self.state[kept] = CACHED

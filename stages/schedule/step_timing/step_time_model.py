@@ -7,10 +7,12 @@ times.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...array_checks import num_true, total
 from ...messages import Indices, Ints
 
 Numbers = NDArray[np.float64]
@@ -25,8 +27,7 @@ RIDGE = 1e-12  # ridge, relative; makes columns that could replace each other sh
 SLOWNESS = (0.25, 8.0)  # bounds of the estimate
 
 
-@dataclass(frozen=True, slots=True)
-class StepContents:
+class StepContents(NamedTuple):
     """The contents of a step that determine its time."""
 
     num_prefill: int = 0  # tokens of prompts
@@ -50,16 +51,14 @@ class StepContents:
         Each draft counts as one more row.
         """
         is_prefill = num_tokens > 1
-        tokens, before = num_tokens[is_prefill].astype(np.float64), starts[is_prefill]
-        decoding = starts[~is_prefill]
-        return cls(
-            int(tokens.sum()),
-            float((tokens * (before + (tokens + 1) / 2)).sum()),
-            len(decoding) + num_drafts,
-            int(decoding.sum()) + len(decoding),
-            num_copied,
-            num_started,
-        )
+        num_prefill, num_pairs, num_before, num_decode = 0, 0.0, 0, len(starts)
+        if num_rows := num_true(is_prefill):
+            tokens, before = num_tokens[is_prefill].astype(np.float64), starts[is_prefill]
+            num_prefill, num_before = int(tokens.sum()), total(before)
+            num_pairs = float((tokens * (before + (tokens + 1) / 2)).sum())
+            num_decode -= num_rows
+        num_context = total(starts) - num_before + num_decode
+        return cls(num_prefill, num_pairs, num_decode + num_drafts, num_context, num_copied, num_started)
 
 
 @dataclass(frozen=True, slots=True)

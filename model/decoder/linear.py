@@ -15,7 +15,7 @@ EVEN_ROWS = 64  # rows of each product of `EvenLinear`
 
 
 class Linear:
-    """x @ weight.T + bias for x [M, K] and weight [N, K]; the result is [M, N] in x's dtype."""
+    """x @ weight.T + bias for x [M, K] and weight [N, K]; the result is [M, N] of `dtype`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._columns = weight.t()  # [K, N], a view made once, as making it takes two calls

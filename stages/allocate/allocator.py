@@ -106,6 +106,14 @@ class Allocator:
         return None if publisher is None else publisher.cache
 
     @property
+    def free_share(self) -> float:
+        """The part of the device's memory that no sequence uses and that keeps no prefix, from 0 to 1."""
+        slabs = self._device.slabs
+        if slabs is None:
+            return self.pool.num_free / self.pool.num_blocks
+        return slabs.num_free / slabs.num_slabs
+
+    @property
     def tables_of_prefixes(self) -> BlockTables:
         """The tables with the blocks by which the prefix cache finds its entries."""
         return self._tables

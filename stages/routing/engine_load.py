@@ -43,7 +43,7 @@ class Standing(NamedTuple):
     slots_short: float  # slots missing for one sequence more, by all slots
     missing: int  # tokens of all its sequences, less those that the KV cache holds
     running: int  # tokens of the sequences that run
-    free: int  # tokens for which there is memory that nobody uses and that holds nothing for later
+    free: int  # tokens for which memory holds nothing, once the sequences that wait are there
     token_budget: int  # this and the next: as reported
     costs: StepTimeCosts
 
@@ -93,7 +93,7 @@ class EngineView:
                 max(0, num_there + 1 - load.max_rows) / load.max_rows,
                 context - load.capacity_tokens,
                 load.context_tokens,
-                load.free_tokens - self.tokens_since,
+                load.free_tokens - load.waiting_tokens - self.tokens_since,
                 load.token_budget,
                 load.costs,
             )

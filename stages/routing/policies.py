@@ -40,7 +40,8 @@ class SoonestAnswer:
         best_s = min(scores.values())
         if facts.sticky_key:
             home = max(views, key=lambda view: _weight(facts.sticky_key, view)).engine
-            if scores[home] <= STICKY * best_s + STICKY_S:
+            times_s = scores_s(views, facts, cached, lost=0.0)  # a session stays, though its first prompt be a copy
+            if times_s[home] <= STICKY * min(times_s.values()) + STICKY_S:
                 return home
         close_s = max(CLOSE * best_s, best_s + CLOSE_S)
         close = [engine for engine, score in scores.items() if score <= close_s]

@@ -11,7 +11,7 @@ from .engine_load import EngineLoad
 
 def load_of(scheduler: Scheduler, allocator: Allocator, costs: StepTimeCosts, num_seen: int) -> EngineLoad:
     """The report of an engine that has seen so many of a router's prompts."""
-    left, limits, pool = WorkLeft.of(scheduler), scheduler.limits, allocator.pool
+    left, limits = WorkLeft.of(scheduler), scheduler.limits
     capacity = _capacity_tokens(allocator, left, limits.max_model_len)
     return EngineLoad(
         num_seen,
@@ -24,7 +24,7 @@ def load_of(scheduler: Scheduler, allocator: Allocator, costs: StepTimeCosts, nu
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
         costs,
-        capacity * pool.num_free // pool.num_blocks,
+        int(capacity * allocator.free_share),
     )
 
 

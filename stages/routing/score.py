@@ -44,8 +44,12 @@ def _left(num_tokens: int, num_cached: int) -> tuple[int, float]:
     return num_left, num_left * (num_tokens - num_left + (num_left + 1) / 2)
 
 
-def scores_s(views: Iterable[EngineView], facts: RequestFacts, cached: Mapping[int, int]) -> dict[int, float]:
+def scores_s(
+    views: Iterable[EngineView], facts: RequestFacts, cached: Mapping[int, int], lost: float = LOST
+) -> dict[int, float]:
     """The score of each engine, of which `cached` has the tokens of the prompt that it has. The least is the best.
+
+    lost: seconds that each costs others that computes a copy in a full cache; 0.0: only the time is asked.
 
     Of an engine that has not reported, only the prompts sent to it are known. Takes about 0.7 us an engine.
     """
@@ -71,7 +75,7 @@ def scores_s(views: Iterable[EngineView], facts: RequestFacts, cached: Mapping[i
         computing_s = costs.prompt_s(num_left, num_pairs, token_budget)
         if most_cached > num_cached and (pushed_out := num_tokens - num_cached - free) > 0:
             num_copied = most_cached - num_cached
-            computing_s *= 1 + LOST * (num_copied if num_copied < pushed_out else pushed_out) / num_left
+            computing_s *= 1 + lost * (num_copied if num_copied < pushed_out else pushed_out) / num_left
         scores[view.engine] = (
             first_s + computing_s + num_answer * (before_s + more_s + more_s * num_rows + before_s * room)
         )

@@ -41,6 +41,11 @@ class SlabPool:
         """Whether so many slabs are not lent that tables need not share runs."""
         return len(self.unlent) > PLENTY * self.num_slabs
 
+    @property
+    def num_free(self) -> float:
+        """Slabs that hold nothing: those that are not lent, and the free blocks of the others as parts of slabs."""
+        return len(self.unlent) + sum(pool.num_free / pool.blocks_per_slab for pool in self.pools)
+
     def fits(self, needs: Sequence[int], *, with_quarantined: bool = False) -> bool:
         """Whether all kinds can have their `needs`; `with_quarantined`, once the steps in flight are done."""
         lacking = -len(self.unlent)

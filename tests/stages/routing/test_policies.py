@@ -110,6 +110,16 @@ def test_a_sticky_key_stays_at_its_engine_unless_another_is_much_better():
     assert best(views(*[{"prompt_s": 9.0 * (engine == home)} for engine in range(3)]), {}, facts) != home
 
 
+def test_a_copy_in_a_full_cache_moves_no_session_from_its_engine():
+    homes = set()
+    for number in range(40):
+        facts, full = replace(ASKED, sticky_key=bytes([number])), [{"free_tokens": 0}] * 4
+        home = best(views(*full), {}, facts)
+        assert best(views(*full), {0: 2000}, facts) == home
+        homes.add(home)
+    assert homes == {0, 1, 2, 3}
+
+
 def test_sticky_keys_spread_over_engines_and_few_move_when_one_comes():
     def homes(count: int) -> list[int]:
         facts = [replace(ASKED, sticky_key=str(i).encode()) for i in range(600)]
@@ -169,7 +179,7 @@ def plain_score_s(view: EngineView, facts: RequestFacts, num_cached: int, elsewh
     before_s = COSTS.decoding_s(rows, context)
     after_s = COSTS.decoding_s(rows + facts.num_choices, context + facts.num_prompt)
     computing_s = prompt_s(COSTS, facts.num_prompt, num_cached, load.token_budget)
-    num_left, free = max(1, facts.num_prompt - num_cached), load.free_tokens - view.tokens_since
+    num_left, free = max(1, facts.num_prompt - num_cached), load.free_tokens - load.waiting_tokens - view.tokens_since
     pushed_out = facts.num_prompt - num_cached + facts.num_answer * facts.num_choices - free
     lost = LOST * max(0.0, min(elsewhere - num_cached, pushed_out)) / num_left
     first_s = load.prompt_s + view.prompt_s_since + computing_s + lost * computing_s

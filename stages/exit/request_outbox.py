@@ -142,7 +142,8 @@ def _as_request_error(request_id: str, cause: str, error: BaseException | None) 
         log.error("thread.not_started", request_id=request_id, reason=str(error))
         return OutOfResources()
     if isinstance(error, NotServing):
-        return Unavailable(str(error), code="dead" if error.health.state == "dead" else "draining")
+        state = error.health.state
+        return Unavailable(str(error), code=state if state in ("dead", "loading") else "draining")
     if error is not None:
         log.error("request.failed", request_id=request_id, error=type(error).__name__, exc_info=error)
         return Failed("internal error; see the server's log")

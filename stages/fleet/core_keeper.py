@@ -78,8 +78,9 @@ class CoreKeeper(ProcessKeeper):
     Requests are resumed in the others at once, so `on_orphans` is called before a successor starts. Deaths of a process
     that has brought tokens do not count as those that give it up: its requests have come further, elsewhere. Nor does
     the end of a connection to one that lives. With `on_given_up` the engine ends all requests if this was the last
-    process. One that was given up is tried again every few minutes. `start` without a client starts the first process,
-    too. `pauses` are those of the place of the process, which may have had other keepers.
+    process. One that was given up is tried again every few minutes, and given up again if that fails. `start` without a
+    client starts the first process, too. `pauses` are those of the place of the process, which may have had other
+    keepers.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class CoreKeeper(ProcessKeeper):
             except Exception as error:  # as in `_start`
                 self._note_failed_start(error, attempt)
                 self.away = given_up
+                self._on_given_up(given_up)
                 continue
             self._failed_start = None
             self._has_started(client, start_s, began_s)

@@ -107,7 +107,7 @@ class FleetProcesses:
         self._leaving: set[int] = set()  # places that become free
         self._make_keeper: Callable[[EngineCore], CoreKeeper] | None = None
         self._pauses: dict[int, RestartPauses] = {}  # by place, whatever keepers it has had
-        self._hold = RequestHold()
+        self._hold = RequestHold(self._refuse_waiting)
         self.adapters = FleetAdapters(self.cores, self._core_changed)
 
     @property
@@ -236,6 +236,7 @@ class FleetProcesses:
         self._make_keeper = make_keeper
         for core in self._present:
             self._keep(core)
+        self._note_away()
         self.hosts.follow(self)
 
     def _keep(self, core: EngineCore) -> None:
@@ -262,7 +263,9 @@ class FleetProcesses:
         if self._make_keeper is None:
             return
         self._leaving.add(index)
-        await asyncio.wait([self._departures.begin(self.cores[index])])
+        departure = self._departures.begin(self.cores[index])
+        self._note_away()
+        await asyncio.wait([departure])
 
     def drain(self, index: int, by: str) -> None:
         if index not in self._members:
@@ -284,6 +287,7 @@ class FleetProcesses:
     def note_gone(self, core: EngineCore) -> None:
         if self._front is not None:
             self._departures.begin(core, at_once=True)
+            self._note_away()
 
     def _parted(self, core: EngineCore) -> None:
         """The link of a process is closed by plan: the place is free, or gets a successor."""
@@ -327,9 +331,14 @@ class FleetProcesses:
     # -- deaths
 
     @property
+    def _serving(self) -> list[EngineCore]:
+        """Those that have requests of clients, also if they drain."""
+        return [core for core in self.cores if core.is_serving and self.traffic.serves_clients(core)]
+
+    @property
     def away(self) -> Health | None:
         present = self._present
-        serving = [core for core in self.cores if core.is_serving and self.traffic.serves_clients(core)]
+        serving = self._serving
         if any(not core.is_draining for core in serving) or (serving and not self.hosts.drain_themselves):
             return None
         if serving:
@@ -349,13 +358,28 @@ class FleetProcesses:
     @property
     def keeps_requests(self) -> bool:
         """A process of this machine has to load the model again, which may take minutes: no request waits for that."""
-        self._note_away()
         return self._hold.is_on
 
     def _note_away(self) -> None:
-        if self._make_keeper is not None and self.hosts.outlive_links:
-            away = self.away
-            self._hold.note(is_away=away is not None and away.state != "dead")
+        """What went by plan has no successor for minutes, or none at all."""
+        if self._make_keeper is None or not self.hosts.outlive_links:
+            return
+        away, is_planned = self.away, bool(self._serving) or not self._members - self._leaving
+        if away is None:
+            self._hold.note_serving()
+        elif away.state == "dead" or is_planned:
+            self._hold.end()
+        else:
+            self._hold.note_lost()
+
+    def _refuse_waiting(self) -> None:
+        """Ends the requests that wait for an engine and have no token. Searches end with their steps."""
+        assert self._front is not None
+        exit, searches, away = self._front.exit, self._front.searches, self.away
+        refusal = NotServing(away or Health("loading", stage="engine", reason="no engine was there"))
+        for request_id, outbox in list(exit.live.items()):
+            if not outbox.has_started and request_id not in searches and self.table.core_of(request_id) is None:
+                exit.end(request_id, "error", refusal)
 
     def note_lost(self, core: EngineCore) -> None:
         if (report := self._reports.pop(core.index, None)) is not None:
@@ -382,6 +406,7 @@ class FleetProcesses:
             exit = self._front.exit
             for request_id in list(exit.live):
                 exit.end(request_id, "error", NotServing(health))
+        self._note_away()
         self._set.note_change()
 
     def requests_of(self, core: EngineCore, live: Iterable[str]) -> list[str]:

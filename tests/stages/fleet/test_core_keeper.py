@@ -169,6 +169,7 @@ def test_failed_starts_of_a_process_that_is_given_up_do_not_end_the_tries() -> N
         kept.life_s = 1e9
         await kept.env.sleep(60.0 + 120.0)
         assert len(kept.starts_s) == MAX_STARTS + 2 and kept.keeper.away == kept.given_up[0]
+        assert len(kept.given_up) == 3, "so that requests which came meanwhile, or waited for it, are ended"
         await kept.env.sleep(240.0)
         assert len(kept.starts_s) == MAX_STARTS + 3 and kept.keeper.away is None
 

@@ -8,11 +8,15 @@ import pytest
 
 from millrace.runtime.pipeline import NotServing
 from millrace.stages.config import EngineConfig
-from millrace.stages.errors import Overloaded
+from millrace.stages.errors import Overloaded, Unavailable
+from millrace.stages.fleet.request_hold import RequestHold
 from millrace.stages.machines.engine_server import EngineServer
 from millrace.stages.machines.engine_sources import FixedAddress
+from millrace.stages.machines.route_engine import RouteEngine
+from millrace.stages.messages import Prompt, Request
 from tests.stages.machines.scripted_engines import (
     LONG,
+    Named,
     ScriptedMachines,
     answer,
     expected,
@@ -29,6 +33,11 @@ def cut(server: EngineServer) -> None:
     for front in list(server.fronts.values()):
         front.close()
         server.lost(front, "a cut")
+
+
+def hold(engine: RouteEngine) -> RequestHold:
+    """That of a front."""
+    return engine.core.processes._hold  # type: ignore[attr-defined, no-any-return]
 
 
 @with_machines
@@ -73,19 +82,66 @@ async def test_requests_that_come_while_no_engine_is_there_wait_for_one(machines
 
 @with_machines
 async def test_they_are_refused_once_no_engine_has_come_back_for_a_while(machines: ScriptedMachines) -> None:
+    machines.step_s = 0.1
     await machines.start("a")
     async with machines.front(FixedAddress("a", ("a", 1))) as engine:
+        begun = await engine.submit(Request("begun", (Prompt(text="begun"),), LONG))
+        await until(lambda: begun.has_started)
         await machines.stop("a")
         await until(lambda: not engine.health.is_ready)
         waiting = asyncio.ensure_future(answer(engine, "first"))
-        await until(lambda: bool(engine.exit.live))
-        engine.core.processes._hold._end()  # type: ignore[attr-defined]
+        await until(lambda: len(engine.exit.live) == 2)
+        hold(engine).end()  # as after its time
         assert not engine.takes_requests
+        with pytest.raises(Unavailable) as refused:
+            await waiting
+        assert refused.value.code == "loading"
+        assert list(engine.exit.live) == [begun.request_id], "what has begun goes on"
+        machines.step_s = 0.001
         with pytest.raises(NotServing):
             await answer(engine, "too late")
         await machines.start("a")
-        assert await waiting == expected("first"), "it was taken, and goes on"
-        assert engine.takes_requests
+        await until(lambda: engine.takes_requests)
+        assert await answer(engine, "again") == expected("again")
+        await until(lambda: not engine.exit.live)
+
+
+@with_machines
+async def test_a_thread_may_ask_whether_a_front_without_an_engine_takes_requests(machines: ScriptedMachines) -> None:
+    await machines.start("a")
+    async with machines.front(FixedAddress("a", ("a", 1))) as engine:
+        assert await asyncio.to_thread(lambda: engine.takes_requests)
+        await machines.stop("a")
+        await until(lambda: not engine.health.is_ready)
+        assert await asyncio.to_thread(lambda: engine.takes_requests)
+
+
+@with_machines
+async def test_no_request_is_taken_while_the_last_engine_drains_and_starts_again(machines: ScriptedMachines) -> None:
+    await machines.start("a")
+    async with machines.front(FixedAddress("a", ("a", 1))) as engine:
+        draining = asyncio.ensure_future(machines.servers["a:1"].drain(60.0, "finish"))
+        await until(lambda: not engine.health.is_ready)
+        assert not engine.takes_requests
+        assert await draining
+        await machines.stop("a")
+        await until(lambda: states(engine) == {"a": "loading"})
+        assert not engine.takes_requests
+        await machines.start("a")
+        await until(lambda: engine.takes_requests)
+
+
+@with_machines
+async def test_no_request_is_taken_once_no_engine_is_named(machines: ScriptedMachines) -> None:
+    await machines.start("a")
+    named = Named("a")
+    async with machines.front(named) as engine:
+        await until(lambda: engine.takes_requests)
+        named.names = ()
+        await until(lambda: not engine.health.is_ready)
+        assert not engine.takes_requests
+        await until(lambda: not engine.engines)
+        assert not engine.takes_requests
 
 
 @with_machines

@@ -68,9 +68,12 @@ class Members:
 
     @property
     def why_waiting(self) -> str | None:
-        """Why the front has no engine yet; None: it is not known."""
+        """Why the front has no engine yet; None: it is not known, or before `open`."""
+        if not self.peers:
+            return None
         if not any(peer is not None for peer in self.peers):
-            return "; ".join(["no engine is named yet", *list(self._errors.values())[:MAX_TOLD]])
+            errors = [error for error in self._errors.values() if error]
+            return "; ".join(["no engine is named yet", *errors[:MAX_TOLD]])
         return list_of_reasons(list(self.unreached.values())) if self.unreached else None
 
     @property

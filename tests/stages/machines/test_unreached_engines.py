@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,9 +16,9 @@ from millrace.stages.errors import ConfigError
 from millrace.stages.machines import engine_peers
 from millrace.stages.machines.connected_hosts import look_at_first
 from millrace.stages.machines.engine_peers import SURE_REFUSALS, TcpPeer, look_at, reason_of
-from millrace.stages.machines.engine_sources import FixedAddress
+from millrace.stages.machines.engine_sources import Address, FixedAddress, SourceError
 from millrace.stages.machines.membership import Members
-from tests.stages.machines.scripted_engines import ScriptedMachines, states, until, with_machines
+from tests.stages.machines.scripted_engines import Named, ScriptedMachines, states, until, with_machines
 
 KEY, OTHER = FleetKey(bytes(range(32))), FleetKey(bytes(range(1, 33)))
 
@@ -98,6 +98,31 @@ def test_a_front_that_waits_for_its_first_engine_says_which_and_why() -> None:
             assert f"engine {host}:{port}: Connection refused: nothing listens there" in str(members.why_waiting)
             looking.cancel()
             await asyncio.wait([looking])
+
+    asyncio.run(main())
+
+
+def test_a_front_says_that_no_engine_is_named_only_once_it_has_looked() -> None:
+    class Source(Named):
+        error: str | None = None
+
+        async def look(self) -> Sequence[Address]:
+            if self.error is not None:
+                raise SourceError(self.error)
+            return await super().look()
+
+    async def main() -> None:
+        first, second = Source(), Source()
+        members = Members([first, second], lambda address: TcpPeer(address, KEY))
+        assert members.why_waiting is None, "it has not looked yet: perhaps its engines load"
+        await members.open()
+        assert members.why_waiting == "no engine is named yet"
+        second.error = "no such file"
+        await members.look_again()
+        assert members.why_waiting == "no engine is named yet; no such file"
+        second.error = None
+        await members.look_again()
+        assert members.why_waiting == "no engine is named yet"
 
     asyncio.run(main())
 

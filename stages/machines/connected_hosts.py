@@ -72,7 +72,7 @@ class ConnectedHosts:
         self._setup, self._members, self._link_timeout_s = setup, members, link_timeout_s
         self.prefix_key = prefix_key
         self._waiting: dict[int, SocketTransport] = {}  # connections that were made for the next start
-        self._reached = set[EnginePeer]()  # those that were reached once
+        self._reached: dict[int, EnginePeer] = {}  # the last one that was reached, by place
 
     def places(self) -> Sequence[Place]:
         """Without shares: the engines run already."""
@@ -158,7 +158,7 @@ class ConnectedHosts:
         """Waits until the engine can be reached."""
         self._drop(index)
         peer = self._peer(index)
-        longest_pause_s = AGAIN_PAUSE_S if peer in self._reached else LONGEST_PAUSE_S
+        longest_pause_s = AGAIN_PAUSE_S if self._reached.get(index) is peer else LONGEST_PAUSE_S
 
         def failed(error: Exception) -> None:
             on_failure(f"engine {peer.name} is not reached: {reason_of(error)}")
@@ -186,7 +186,7 @@ class ConnectedHosts:
                 transport = await peer.connect()
             except (AuthError, OSError) as error:
                 raise EngineDied(f"engine {peer.name} cannot be reached: {reason_of(error)}") from None
-        self._reached.add(peer)
+        self._reached[index] = peer
         return ConnectedHost(peer, transport, self._link_timeout_s)
 
 
@@ -207,6 +207,7 @@ async def look_at_first(members: Members, rules: TrafficRules | None = None) -> 
                 looking = look_at(named[name], on_failure=partial(members.note_unreached, name))
                 looks[name] = asyncio.ensure_future(looking)
             if ready := await _answered(looks, members.period_s):
+                members.unreached.clear()
                 names = list(ready)
                 if members.is_fixed:
                     check_alike(names, list(ready.values()), rules)

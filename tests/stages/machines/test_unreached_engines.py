@@ -128,6 +128,31 @@ def test_a_front_says_that_no_engine_is_named_only_once_it_has_looked() -> None:
 
 
 @with_machines
+async def test_a_front_that_has_reached_an_engine_does_not_say_that_it_waits_for_one(
+    machines: ScriptedMachines,
+) -> None:
+    members = Members([FixedAddress(name, (name, 1)) for name in "ab"], machines.peer)
+    await members.open()
+    looking = asyncio.ensure_future(look_at_first(members))
+    await until(lambda: str(members.why_waiting).count("nothing listens there") == 2)
+    await machines.start("a")
+    assert len(await looking) == 1
+    assert members.why_waiting is None, "it reads its tokenizer now"
+
+
+@with_machines
+async def test_what_a_front_knows_of_engines_that_came_and_went_does_not_grow(machines: ScriptedMachines) -> None:
+    await machines.start("a", "b", "c")
+    named = Named("a")
+    async with machines.front(named) as engine:
+        hosts = engine.core.processes.hosts  # type: ignore[attr-defined]
+        for name in "bcabca":
+            named.names = name
+            await until(lambda name=name: states(engine) == {name: "ready"})
+        assert len(hosts._reached) <= 2, "one in each place that was used"
+
+
+@with_machines
 async def test_the_health_of_a_front_names_each_engine_that_it_cannot_reach(machines: ScriptedMachines) -> None:
     await machines.start("a", "b")
     async with machines.front(*(FixedAddress(name, (name, 1)) for name in "ab")) as engine:

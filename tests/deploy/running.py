@@ -9,10 +9,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,12 +27,18 @@ IS_FORKED = CAN_FORK and SCRIPT == "scripted_serve.py" and not FULL  # full coun
 HELD = ("live", "blocks_in_use", "blocks_quarantined", "admitted", "sequences")
 
 
-@cache
-def _origin(script: str, *arguments: str) -> Origin:
-    """Of the servers of this process that `script` runs."""
-    folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "tests/deploy" / script), *arguments]
-    return Origin(command, ROOT, os.environ | {"PYTHONPATH": folders})
+_origins: dict[tuple[str, ...], Origin] = {}
+_origins_lock = threading.Lock()
+
+
+def _origin(*program: str) -> Origin:
+    """Of the servers of this process that a script runs, with its arguments; a new one if the last has ended."""
+    with _origins_lock:
+        if program not in _origins or _origins[program].has_ended:
+            folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+            command = [sys.executable, str(ROOT / "tests/deploy" / program[0]), *program[1:]]
+            _origins[program] = Origin(command, ROOT, os.environ | {"PYTHONPATH": folders})
+        return _origins[program]
 
 
 class RunningServer:

@@ -23,8 +23,15 @@ from tests.deploy.forked import CAN_FORK, ForkedProcess, Origin
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "scripted_fronts.py" if os.environ.get("MILLRACE_TEST_FRONTS") else "scripted_serve.py"
 FORKED_COMMANDS = [[sys.executable, "-m", "millrace.deploy", name] for name in ("serve", "route")]
-IS_FORKED = CAN_FORK and SCRIPT == "scripted_serve.py" and not FULL  # full counts start each server anew
 HELD = ("live", "blocks_in_use", "blocks_quarantined", "admitted", "sequences")
+
+
+def is_forked(command: Sequence[str] | None) -> bool:
+    """Whether a server that is started now is a fork: in a test of CI, not with full counts, nor for loads and
+    benchmarks by a command, which measure processes as they are outside of tests."""
+    if not CAN_FORK or FULL or "PYTEST_CURRENT_TEST" not in os.environ:
+        return False
+    return SCRIPT == "scripted_serve.py" if command is None else list(command[:4]) in FORKED_COMMANDS
 
 
 _origins: dict[tuple[str, ...], Origin] = {}
@@ -52,11 +59,10 @@ class RunningServer:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         self.process: subprocess.Popen[str] | ForkedProcess
-        if command is None and IS_FORKED:
-            self.process = _origin(SCRIPT, "--fork").start(options, environment, self._errors.fileno())
-        elif command is not None and CAN_FORK and not FULL and list(command[:4]) in FORKED_COMMANDS:
-            arguments = {"arguments": list(command[3:])}
-            self.process = _origin("forked_command.py").start(arguments, environment, self._errors.fileno())
+        if is_forked(command):
+            origin = _origin(SCRIPT, "--fork") if command is None else _origin("forked_command.py")
+            asked = options if command is None else {"arguments": list(command[3:])}
+            self.process = origin.start(asked, environment, self._errors.fileno())
         else:
             self.process = subprocess.Popen(
                 command or [sys.executable, str(ROOT / "tests/deploy" / SCRIPT), json.dumps(options)],

@@ -104,10 +104,10 @@ def test_a_fork_ends_with_its_origin(origin: Origin):
     assert origin._process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_a_server_starts_after_the_origin_of_the_last_one_was_killed(monkeypatch):
-    if running.SCRIPT != "scripted_serve.py":
-        pytest.skip("servers with two fronts are not forked")
-    monkeypatch.setattr(running, "IS_FORKED", True)
+    if not running.is_forked(None):
+        pytest.skip("servers with two fronts, and those of full counts, are not forked")
     monkeypatch.setattr(running, "_origins", {})
     with running.RunningServer() as server:
         assert isinstance(server.process, ForkedProcess)
@@ -116,3 +116,14 @@ def test_a_server_starts_after_the_origin_of_the_last_one_was_killed(monkeypatch
     origin._process.wait(60)
     with running.RunningServer() as server:
         assert server.get("/health").status == 200
+
+
+def test_outside_of_a_test_a_server_is_no_fork(monkeypatch):
+    """So what loads and benchmarks measure by a command is a process as users start it."""
+    commands = [None, *running.FORKED_COMMANDS]
+    if not running.is_forked(None):
+        pytest.skip("servers with two fronts, and those of full counts, are not forked")
+    assert all(running.is_forked(command) for command in commands)
+    with monkeypatch.context() as patch:
+        patch.delenv("PYTEST_CURRENT_TEST")
+        assert not any(running.is_forked(command) for command in commands)

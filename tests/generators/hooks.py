@@ -31,11 +31,12 @@ num_requests: Counter[str] = Counter()  # by operation
 num_bounds: Counter[str] = Counter()  # that were offered
 
 # Operations that read the same body in the same way share its bounds in CI: (which, of how many). The largest bodies
-# have a quarter of theirs tried; what renders a prompt tries half as many as the operation beside it, and so does what
-# counts tokens.
+# have a quarter of theirs tried, chat and completion, which share most of their fields, other quarters; what renders a
+# prompt tries half as many as the operation beside it, and so does what counts tokens.
 LARGEST = ("createChatCompletion", "createCompletion", "createResponse", "createMessage", "tokenize")
 SHARES = {
     **dict.fromkeys(LARGEST, (1, 4)),
+    "createCompletion": (2, 4),
     **dict.fromkeys(("renderChatCompletion", "renderCompletion", "countMessageTokens"), (0, 8)),
     **{"generate": (0, 8), "inferenceGenerate": (4, 8), "generateStream": (2, 8), "createEmbeddings": (1, 2)},
     **{"score": (0, 4), "scoreV1": (2, 4), "rerank": (0, 6), "rerankV1": (2, 6), "rerankV2": (4, 6)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,7 +158,9 @@ def test_tokenize_names_tools_that_the_template_does_not_show(tokenizer):
     def ignored(template: str | None, **fields: Any) -> list[str]:
         made = chat_format(tokenizer, template)
         service: Any = SimpleNamespace(
-            config=ServerConfig(), adapter_of=lambda name: None, require_chat_format=lambda: made
+            read_body=partial(read_body, strict_fields=False),
+            adapter_of=lambda name: None,
+            require_chat_format=lambda: made,
         )
         body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS} | fields
         parts: Any = SimpleNamespace(service=service, threads=None, generation=None)

@@ -57,7 +57,7 @@ SCENES = {
     "a long prompt among short ones": Scene(1, (1, 3, 10, 30), 200, LONG, 4, 60),
     "a short prompt among long ones": Scene(LONG, (1, 3, 10, 30), 80, 1, 40, 20),
 }
-IN_CI = ("usual", "whole prompts"), ("room for one", "usual")  # settings, by scene
+IN_CI = ("room for one", "whole prompts"), ("usual", "room for one")  # settings, by scene
 CASES = [(scene, name) for scene, some in zip(SCENES, IN_CI, strict=True) for name in (SETTINGS if FULL else some)]
 
 

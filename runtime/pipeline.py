@@ -36,15 +36,25 @@ log = get_logger("millrace.runtime")
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether the pipeline takes requests; if not, which stage failed and why."""
+    """Whether the pipeline takes requests; if not, which stage failed and why.
+
+    `reason` may be told to any client; `details`, if there are some, to operators alone: they name addresses and
+    settings.
+    """
 
     state: State
     stage: str | None = None
     reason: str | None = None
+    details: str | None = None
 
     @property
     def is_ready(self) -> bool:
         return self.state == "ready"
+
+    @property
+    def full_reason(self) -> str | None:
+        """The reason for operators."""
+        return self.reason if self.details is None else self.details
 
 
 class NotServing(Exception):

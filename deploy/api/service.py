@@ -71,7 +71,7 @@ class Service:
         self.fronts: Fronts | None = None  # of a server that has several
         self.is_traced = False  # whether spans are exported
         self.load_progress: LoadProgress | None = None  # of the engine that is not attached yet
-        self.why_waiting: Callable[[], str | None] = lambda: None  # why there is no engine, besides that it loads
+        self.why_waiting: Callable[[], Health | None] = lambda: None  # why there is no engine, besides that it loads
         self.chat_format: ChatFormat | None = None
         self.model_names: tuple[str, ...] = config.served_model_name
         self.created = int(time.time())
@@ -123,8 +123,8 @@ class Service:
     def _engine_health(self) -> Health:
         """Whether the engine can compute, be the server draining or not."""
         if self.engine is None:
-            if (reason := self.why_waiting()) is not None:
-                return Health("loading", stage="engine", reason=reason)
+            if (waiting := self.why_waiting()) is not None:
+                return waiting
             state = self.load_state
             return Health("loading", reason="the model is loading" + (f": {state.to_text()}" if state else ""))
         stall = self.watchdog.stall

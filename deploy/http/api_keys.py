@@ -45,6 +45,13 @@ class ApiKeys:
             raise ApiError("invalid_api_key", message)
         return holder
 
+    def admits(self, request: web.BaseRequest) -> bool:
+        """Whether the request has one of these keys; False if none are set."""
+        try:
+            return bool(self.check(request))
+        except ApiError:
+            return False
+
     def holder(self, key: str) -> str | None:
         """The owner id of `key`; None if it is not one of these keys."""
         digest = _digest(key)

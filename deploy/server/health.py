@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
 
 from ..api.service import Service
+from ..http.api_keys import ApiKeys
 from ..http.package_version import package_version
 from ..http.responses import answer
 from ..inspect.server_info import load, server_info
 from ..metrics.metrics import CONTENT_TYPE, Metrics
+
+REASONS = {"loading": "it is not reached", "dead": "it was given up"}  # of engines elsewhere, by state, for clients
 
 
 class HealthRoutes:
@@ -19,6 +23,7 @@ class HealthRoutes:
     def __init__(self, service: Service, metrics: Metrics) -> None:
         self.service = service
         self._metrics = metrics
+        self._operators = ApiKeys(service.config.admin_key, "admin key")
 
     async def live(self, request: web.Request) -> web.Response:
         """`GET /health/live`: 200, except for a server that is dead: only a restart helps it, so it answers 503."""
@@ -28,11 +33,15 @@ class HealthRoutes:
         return answer({"status": "alive"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """`GET /health/ready`: 200 if requests are accepted, also while engines are missing; else 503."""
-        health = self.service.health
+        """`GET /health/ready`: 200 if requests are accepted, also while engines are missing; else 503.
+
+        Addresses of engines and the settings of their connections are told with the admin key alone.
+        """
+        health, is_operator = self.service.health, self._operators.admits(request)
         if health.is_ready:
-            return answer(_ready(self.service))
-        body: dict[str, Any] = {"status": health.state, "stage": health.stage, "reason": health.reason}
+            return answer(_ready(self.service, is_operator))
+        reason = health.full_reason if is_operator else health.reason
+        body: dict[str, Any] = {"status": health.state, "stage": health.stage, "reason": reason}
         state = self.service.load_state if health.state == "loading" else None
         if state is not None:
             files = {name: {"num_bytes": done, "total_bytes": total} for name, (done, total) in state.files.items()}
@@ -62,11 +71,19 @@ class HealthRoutes:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
-def _ready(service: Service) -> dict[str, Any]:
+def _ready(service: Service, is_operator: bool) -> dict[str, Any]:
     """`ready`; or `degraded`, with the engines of a fleet that do not serve."""
     engines = [] if service.engine is None else service.engine.engines
-    missing = [{key: one[key] for key in ("index", "state", "reason")} for one in engines if one["state"] != "ready"]
+    missing = [_missing(one, is_operator) for one in engines if one["state"] != "ready"]
     if not missing:
         return {"status": "ready"}
     which = "; ".join(f"engine {one['index']} is {one['state']}: {one['reason']}" for one in missing)
     return {"status": "degraded", "reason": f"of {len(engines)} engines {which}", "missing_engines": missing}
+
+
+def _missing(engine: Mapping[str, Any], is_operator: bool) -> dict[str, Any]:
+    """An engine that does not serve, and why."""
+    shown = {key: engine[key] for key in ("index", "state", "reason")}
+    if engine.get("address") is not None and not is_operator:
+        shown["reason"] = REASONS.get(shown["state"], shown["reason"])
+    return shown

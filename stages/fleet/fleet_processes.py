@@ -42,7 +42,7 @@ from .fleet_adapters import FleetAdapters
 from .fleet_requests import FleetRequests
 from .fleet_router import FleetRouter
 from .front import DISPATCHED, FleetStages, dispatched_status, make_merged
-from .hosts import MAX_ENGINES, HereHosts, MakeHosts, list_of_reasons
+from .hosts import GIVEN_UP, MAX_ENGINES, NOT_REACHED, HereHosts, MakeHosts, list_of_reasons
 from .merged_status import merged, remains
 from .request_hold import RequestHold
 from .resuming import Resuming
@@ -348,12 +348,17 @@ class FleetProcesses:
         reasons = [core.keeper.away for core in present if core.keeper is not None and core.keeper.away is not None]
         alive = [away for away in reasons if away.state != "dead"]
         if not alive and len(reasons) == len(present):
-            return reasons[0]
+            return self._for_clients(reasons[0], GIVEN_UP, reasons)
         if not alive:
             return Health("loading", stage="engine", reason="no engine process is left; some start")
-        if len(alive) == 1 or not self.hosts.outlive_links:
-            return alive[0]
-        return Health("loading", stage="engine", reason=list_of_reasons([away.reason or "" for away in alive]))
+        return self._for_clients(alive[0], NOT_REACHED, alive)
+
+    def _for_clients(self, first: Health, reason: str, aways: Sequence[Health]) -> Health:
+        """The first of them, or of engines elsewhere all, with the reason for clients."""
+        if not self.hosts.outlive_links:
+            return first
+        details = list_of_reasons([away.reason or "" for away in aways])
+        return replace(first, reason=reason, details=details)
 
     @property
     def keeps_requests(self) -> bool:
@@ -405,7 +410,7 @@ class FleetProcesses:
             assert self._front is not None
             exit = self._front.exit
             for request_id in list(exit.live):
-                exit.end(request_id, "error", NotServing(health))
+                exit.end(request_id, "error", NotServing(self.away or health))
         self._note_away()
         self._set.note_change()
 

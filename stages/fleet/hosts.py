@@ -23,6 +23,8 @@ from .placement import Place, check, environment_here, places
 
 MAX_ENGINES = 64
 MAX_TOLD = 4  # reasons why there is no engine
+NOT_REACHED = "the engines are not reached"  # to clients, who need no addresses
+GIVEN_UP = "the engines were given up"
 SAME = ("model_id", "device", "dtype", "vocab_size", "attention_backend", "block_size")  # of all processes' models
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from ...runtime.env.log import get_logger
+from ...runtime.pipeline import Health
 from ..errors import ConfigError
-from ..fleet.hosts import MAX_ENGINES, MAX_TOLD, Fleet, list_of_reasons
+from ..fleet.hosts import MAX_ENGINES, MAX_TOLD, NOT_REACHED, Fleet, list_of_reasons
 from ..split.protocol import EngineReady
 from .engine_peers import EnginePeer, name_of
 from .engine_sources import Address, EngineSource, SourceError
@@ -67,14 +68,19 @@ class Members:
         self.unreached[name] = reason
 
     @property
-    def why_waiting(self) -> str | None:
+    def why_waiting(self) -> Health | None:
         """Why the front has no engine yet; None: it is not known, or before `open`."""
         if not self.peers:
             return None
         if not any(peer is not None for peer in self.peers):
             errors = [error for error in self._errors.values() if error]
-            return "; ".join(["no engine is named yet", *errors[:MAX_TOLD]])
-        return list_of_reasons(list(self.unreached.values())) if self.unreached else None
+            unnamed = "no engine is named yet"
+            details = "; ".join([unnamed, *errors[:MAX_TOLD]])
+            return Health("loading", stage="engine", reason=unnamed, details=details)
+        if not self.unreached:
+            return None
+        details = list_of_reasons(list(self.unreached.values()))
+        return Health("loading", stage="engine", reason=NOT_REACHED, details=details)
 
     @property
     def period_s(self) -> float | None:

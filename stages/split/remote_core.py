@@ -196,7 +196,7 @@ class RemoteCore:
         while self.processes.report() is None:
             self._require_front()  # the engine may have been stopped
             if (away := self.processes.away) is not None and away.state == "dead":
-                raise EngineDied(f"the engine process ended after it had warmed up: {away.reason}")
+                raise EngineDied(f"the engine process ended after it had warmed up: {away.full_reason}")
             await self.env.sleep(REFRESH_S / 10)
             await self.refresh(with_blocks=False, with_stacks=False)
 

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from ....runtime.env.log import get_logger
+from ....runtime.pipeline import Health
 from ....stages.config import EngineConfig
 from ....stages.engine.engine import Engine
 from ....stages.errors import ConfigError
@@ -67,7 +68,7 @@ class RoutedEngine:
         self._link_timeout_s, self._traffic = link_timeout_s, traffic
         self._engine: RouteEngine | None = None
 
-    def why_waiting(self) -> str | None:
+    def why_waiting(self) -> Health | None:
         """Why it has no engine yet; None if that is not known."""
         return self._members.why_waiting
 

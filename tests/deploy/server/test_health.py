@@ -19,6 +19,7 @@ from millrace.deploy.dashboard.snapshots import overview
 from millrace.deploy.openapi.shapes.server import Ready
 from millrace.deploy.server.server import Server
 from millrace.runtime.env.log import captured_logs
+from millrace.runtime.pipeline import Health
 from millrace.runtime.startup.load_progress import LoadProgress
 from millrace.stages.errors import ConfigError
 from millrace.stages.testing.scripted.engine import ScriptedEngine, scripted_engine
@@ -124,6 +125,25 @@ def test_health_is_degraded_and_ready_while_some_engines_of_a_fleet_are_missing(
             assert await client.get("/health/live") == (200, {"status": "alive"})
             engines[1]["state"] = "ready"
             assert await client.get("/health") == (200, {"status": "ready"})
+
+    asyncio.run(run())
+
+
+def test_the_addresses_of_missing_engines_are_told_with_the_admin_key_alone() -> None:
+    engines = [{"index": index, "pid": 7, "state": "ready", "reason": None, "address": None} for index in range(3)]
+    why = "engine 10.0.0.5:7000 is not reached: another key; give both the same --fleet-key-file"
+
+    async def run() -> None:
+        async with served({"admin_key": ("admin-key",)}) as client:
+            client.engine.__class__ = type("Engines", (type(client.engine),), {"engines": engines})
+            for engine, state in zip(engines, ("loading", "dead", "loading"), strict=True):
+                engine |= {"state": state, "reason": why, "address": "10.0.0.5:7000"}
+            engines[2] |= {"address": None, "reason": "its process has ended"}
+            _, body = await client.get("/health/ready")
+            told = ["it is not reached", "it was given up", "its process has ended"]
+            assert [one["reason"] for one in body["missing_engines"]] == told and "10.0.0.5" not in str(body)
+            _, body = await client.get("/health/ready", ADMIN)
+            assert [one["reason"] for one in body["missing_engines"]] == [why, why, "its process has ended"]
 
     asyncio.run(run())
 
@@ -372,14 +392,20 @@ def test_health_says_how_far_a_model_is_loaded_until_there_is_an_engine() -> Non
 
 
 def test_a_front_without_an_engine_says_why_it_waits() -> None:
-    why = "engine 10.0.0.5:7000 is not reached: Connection refused: nothing listens there"
+    why, details = (
+        "the engines are not reached",
+        "engine 10.0.0.5:7000: another key; give both the same --fleet-key-file",
+    )
+    health = Health("loading", stage="engine", reason=why, details=details)
 
     async def run() -> None:
-        async with Server(ServerConfig(port=0)) as server, aiohttp.ClientSession(server.url) as session:
-            server.service.why_waiting = lambda: why
-            async with session.get("/health/ready") as response:
-                assert response.status == 503
-                assert await response.json() == {"status": "loading", "stage": "engine", "reason": why}
+        config = ServerConfig(port=0, admin_key=("admin-key",))
+        async with Server(config) as server, aiohttp.ClientSession(server.url) as session:
+            server.service.why_waiting = lambda: health
+            for headers, told in ((None, why), ({"Authorization": "Bearer another"}, why), (ADMIN, details)):
+                async with session.get("/health/ready", headers=headers) as response:
+                    assert response.status == 503
+                    assert await response.json() == {"status": "loading", "stage": "engine", "reason": told}
             async with session.post("/v1/completions", json={"prompt": "a"}) as response:
                 error = (await response.json())["error"]
             assert response.status == 503 and response.headers["Retry-After"] == "1"

@@ -9,18 +9,31 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from millrace.runtime.pipeline import NotServing
 from millrace.runtime.processes.auth import AuthError, FleetKey, KeyRefused
 from millrace.runtime.processes.tcp import TcpListener
 from millrace.runtime.processes.transport import SocketTransport
 from millrace.stages.errors import ConfigError
+from millrace.stages.fleet.request_hold import RequestHold
 from millrace.stages.machines import engine_peers
 from millrace.stages.machines.connected_hosts import look_at_first
 from millrace.stages.machines.engine_peers import SURE_REFUSALS, TcpPeer, look_at, reason_of
 from millrace.stages.machines.engine_sources import Address, FixedAddress, SourceError
 from millrace.stages.machines.membership import Members
-from tests.stages.machines.scripted_engines import Named, ScriptedMachines, states, until, with_machines
+from millrace.stages.machines.route_engine import RouteEngine
+from tests.stages.machines.scripted_engines import Named, ScriptedMachines, answer, states, until, with_machines
 
 KEY, OTHER = FleetKey(bytes(range(32))), FleetKey(bytes(range(1, 33)))
+
+
+def told(members: Members) -> str:
+    """To operators."""
+    return "" if members.why_waiting is None else members.why_waiting.details or ""
+
+
+def hold_of(engine: RouteEngine) -> RequestHold:
+    """That of a front."""
+    return engine.core.processes._hold  # type: ignore[attr-defined, no-any-return]
 
 
 @asynccontextmanager
@@ -95,7 +108,7 @@ def test_a_front_that_waits_for_its_first_engine_says_which_and_why() -> None:
             assert members.why_waiting is None
             looking = asyncio.ensure_future(look_at_first(members))
             await until(lambda: members.why_waiting is not None)
-            assert f"engine {host}:{port}: Connection refused: nothing listens there" in str(members.why_waiting)
+            assert f"engine {host}:{port}: Connection refused: nothing listens there" in told(members)
             looking.cancel()
             await asyncio.wait([looking])
 
@@ -116,13 +129,13 @@ def test_a_front_says_that_no_engine_is_named_only_once_it_has_looked() -> None:
         members = Members([first, second], lambda address: TcpPeer(address, KEY))
         assert members.why_waiting is None, "it has not looked yet: perhaps its engines load"
         await members.open()
-        assert members.why_waiting == "no engine is named yet"
+        assert told(members) == "no engine is named yet"
         second.error = "no such file"
         await members.look_again()
-        assert members.why_waiting == "no engine is named yet; no such file"
+        assert told(members) == "no engine is named yet; no such file"
         second.error = None
         await members.look_again()
-        assert members.why_waiting == "no engine is named yet"
+        assert told(members) == "no engine is named yet"
 
     asyncio.run(main())
 
@@ -134,7 +147,7 @@ async def test_a_front_that_has_reached_an_engine_does_not_say_that_it_waits_for
     members = Members([FixedAddress(name, (name, 1)) for name in "ab"], machines.peer)
     await members.open()
     looking = asyncio.ensure_future(look_at_first(members))
-    await until(lambda: str(members.why_waiting).count("nothing listens there") == 2)
+    await until(lambda: told(members).count("nothing listens there") == 2)
     await machines.start("a")
     assert len(await looking) == 1
     assert members.why_waiting is None, "it reads its tokenizer now"
@@ -159,9 +172,13 @@ async def test_the_health_of_a_front_names_each_engine_that_it_cannot_reach(mach
         await until(lambda: states(engine) == {"a": "ready", "b": "ready"})
         await machines.stop("a")
         await machines.stop("b")
-        await until(lambda: (engine.health.reason or "").count("nothing listens there") == 2)
-        assert "engine a:1 is not reached: " in str(engine.health.reason)
-        assert "engine b:1 is not reached: " in str(engine.health.reason)
+        await until(lambda: str(engine.health.details).count("nothing listens there") == 2)
+        assert "engine a:1 is not reached: " in str(engine.health.details)
+        assert "engine b:1 is not reached: " in str(engine.health.details)
+        assert engine.health.reason == "the engines are not reached", "clients need no addresses"
+        with pytest.raises(NotServing, match="^the engine is loading: the engines are not reached$"):
+            hold_of(engine).end()
+            await answer(engine, "hello")
         assert all("nothing listens there" in one["reason"] for one in engine.engines)
 
 

@@ -15,7 +15,7 @@ def port_problem(host: str, port: int, error: OSError, host_flag: str = "--host"
     where = f"cannot listen on {f'[{host}]' if ':' in host else host}:{port}"
     match error.errno:
         case errno.EADDRINUSE:
-            return f"{where}: {_holder(port)}; stop it, or choose another {port_flag}"
+            return f"{where}: {_holder(port)} another {port_flag}"
         case errno.EACCES:
             return f"{where}: this user may not use the port; choose a {port_flag} from 1024 on"
         case errno.EADDRNOTAVAIL:
@@ -33,23 +33,28 @@ def process_name(pid: int) -> str:
 
 
 def _holder(port: int) -> str:
-    inodes = _listening(port)
-    if inodes and (pid := _owner_of(inodes)) is not None:
-        return f"{process_name(pid)} listens there"
-    seen = "listens there" if inodes else "has the port"
-    return f"a process that this user cannot see {seen} (as root, `ss -tlnp 'sport = :{port}'` names it)"
+    """What has a port, and what to do with it, up to the other port to choose."""
+    listening, others = _sockets_at(port)
+    pid = _owner_of(listening) if listening else _owner_of(others) if others else None
+    if pid is not None:
+        does = "listens there" if listening else "has a connection from there"
+        if pid == os.getpid():
+            return f"{process_name(pid)}, which is this one, {does}; choose"
+        return f"{process_name(pid)} {does}; stop it, or choose"
+    seen = "another process listens there" if listening else "the port is in use"
+    return f"{seen} (as root, `ss -tanp 'sport = :{port}'` says by what); stop that, or choose"
 
 
-def _listening(port: int) -> set[str]:
-    """The sockets that listen on a TCP port, as the descriptors of their processes name them."""
-    inodes = set()
+def _sockets_at(port: int) -> tuple[set[str], set[str]]:
+    """The sockets at a TCP port, as the descriptors of their processes name them: (that listen; others)."""
+    listening, others = set[str](), set[str]()
     for table in TABLES:
         with contextlib.suppress(OSError):
             for line in table.read_text("ascii").splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:  # it listens
-                    inodes.add(f"socket:[{fields[9]}]")
-    return inodes
+                if int(fields[1].rpartition(":")[2], 16) == port:
+                    (listening if fields[3] == "0A" else others).add(f"socket:[{fields[9]}]")
+    return listening, others
 
 
 def _owner_of(inodes: set[str]) -> int | None:

@@ -39,6 +39,7 @@ def run(options: argparse.Namespace, engine_config: EngineConfig, server_config:
     """Runs the command. 0 after a stop by signal, even if requests were cut short; 1 if the step loop died."""
     configure(server_config.log_format, server_config.log_level)
     address, key = parse_address("--listen", options.listen), read_key(options.fleet_key_file)
+    _check_ports(address, options.metrics_port)
     tls = read_tls(tls_files(options.fleet_tls_cert, options.fleet_tls_key, options.fleet_tls_ca), "listener")
     labels = parse_labels("--label", options.label)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -129,6 +130,13 @@ def _listener(
         return TcpListener(*address, key, engine.take, tls=tls)
     except ValueError as error:
         raise ConfigError(f"--listen {_text(address)}: {error}; make one and set --fleet-key-file") from None
+
+
+def _check_ports(address: tuple[str, int], metrics_port: int | None) -> None:
+    """Raises `ConfigError` if fronts and pages would have one port."""
+    if address[1] and metrics_port == address[1]:
+        both = f"--listen {_text(address)} and --metrics-port {metrics_port} name one port"
+        raise ConfigError(f"{both}; choose another --metrics-port")
 
 
 async def _check_free(listener: TcpListener) -> None:

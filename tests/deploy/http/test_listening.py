@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -119,18 +121,40 @@ def test_a_path_that_cannot_be_a_socket_is_refused(tmp_path: Path, name: str, wo
     assert (tmp_path / "file").read_text() == "kept"
 
 
+IN_USE = OSError(errno.EADDRINUSE, "Address already in use")
+
+
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ("  sl  local_address rem_address   st\n", "has the port (as root, `ss -tlnp 'sport = :8000'` names it)"),
-        ("  sl\n 0: 0100007F:1F40 00000000:0000 0A 0 0 0 0 0 99999999999\n", "cannot see listens there (as root, `ss"),
+        ("  sl  local_address rem_address   st\n", "the port is in use"),
+        ("  sl\n 0: 0100007F:1F40 00000000:0000 01 0 0 0 0 0 99999999999\n", "the port is in use"),
+        ("  sl\n 0: 0100007F:1F40 00000000:0000 0A 0 0 0 0 0 99999999999\n", "another process listens there"),
     ],
 )
-def test_a_process_that_this_user_cannot_see_is_named_by_a_command(
+def test_a_holder_of_a_port_that_is_not_found_is_named_by_a_command(
     table: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tcp").write_text(table)
     monkeypatch.setattr(port_holder, "TABLES", (tmp_path / "tcp", tmp_path / "tcp6"))
-    problem = port_problem("::1", 8000, OSError(errno.EADDRINUSE, "Address already in use"), "--listen", "--listen")
-    assert problem.startswith("cannot listen on [::1]:8000: a process that this user cannot see ")
-    assert said in problem and problem.endswith("; stop it, or choose another --listen")
+    command = "(as root, `ss -tanp 'sport = :8000'` says by what)"
+    due = f"cannot listen on [::1]:8000: {said} {command}; stop that, or choose another --listen"
+    assert port_problem("::1", 8000, IN_USE, "--listen", "--listen") == due
+
+
+def test_a_port_that_an_outgoing_connection_has_is_said_to_be_that() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        said = port_problem("127.0.0.1", client.getsockname()[1], IN_USE)
+        due = "), which is this one, has a connection from there; choose another --port"
+        assert MINE in said and said.endswith(due)
+
+
+def test_another_process_that_listens_on_a_port_is_named() -> None:
+    code = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
+    code += "; sys.stdin.read()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdin is not None
+        said = port_problem("127.0.0.1", int(other.stdout.readline()), IN_USE)
+        other.stdin.close()
+    assert f": process {other.pid} (" in said and said.endswith(") listens there; stop it, or choose another --port")

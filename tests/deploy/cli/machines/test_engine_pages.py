@@ -11,7 +11,7 @@ from typing import Any, cast
 import aiohttp
 import pytest
 
-from millrace.deploy.cli.machines.engine import _check_free
+from millrace.deploy.cli.machines.engine import _check_free, _check_ports
 from millrace.deploy.cli.machines.engine_pages import EnginePages
 from millrace.runtime.processes.tcp import TcpListener
 from millrace.stages.errors import ConfigError
@@ -81,10 +81,19 @@ def test_a_taken_port_of_an_engine_is_refused_with_the_process_and_the_flag() ->
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
-            start = rf"^cannot listen on 127\.0\.0\.1:{port}: process {os.getpid()} \(.*\) listens there; "
-            with pytest.raises(ConfigError, match=rf"{start}stop it, or choose another --listen$"):
+            mine = rf"process {os.getpid()} \(.*\), which is this one,"
+            start = rf"^cannot listen on 127\.0\.0\.1:{port}: {mine} listens there; "
+            with pytest.raises(ConfigError, match=rf"{start}choose another --listen$"):
                 await _check_free(TcpListener("127.0.0.1", port, None, print))
-            with pytest.raises(ConfigError, match=rf"{start}stop it, or choose another --metrics-port$"):
+            with pytest.raises(ConfigError, match=rf"{start}choose another --metrics-port$"):
                 await EnginePages(cast(Any, None), "127.0.0.1", port).start()
 
     asyncio.run(main())
+
+
+def test_options_that_name_one_port_twice_are_refused_before_the_model_is_loaded() -> None:
+    said = "^--listen 127.0.0.1:7000 and --metrics-port 7000 name one port; choose another --metrics-port$"
+    with pytest.raises(ConfigError, match=said):
+        _check_ports(("127.0.0.1", 7000), 7000)
+    for port, metrics_port in ((7000, 7001), (7000, None), (0, 0)):
+        _check_ports(("127.0.0.1", port), metrics_port)

@@ -203,7 +203,8 @@ def test_without_a_gpu_it_says_so_and_fails(
 
 # ---- dry ------------------------------------------------------------------------------------------------------------
 
-# the full dry run has them; tests/kernels/triton/test_gpu_trials.py runs the code of `checks`
+# the full dry run has them; of `checks`, test_gpu_trials.py of kernels/triton runs the trials with twins for kernels;
+# nothing in CI runs `checks:run_others`, which takes 8 s of processor time
 NOT_IN_CI = {"checks", "experts", "gates", "steps-8b", "steps-fp8", "steps-lora", "transformers"}
 
 

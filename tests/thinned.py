@@ -17,7 +17,7 @@ MOST_INTERPRETED = 3
 FOLDERS = (
     *("tests/kernels/", "tests/stages/sample/test_greedy.py", "tests/deploy/api/openai/test_tool_calls.py"),
     *("tests/model/variants/", "tests/model/text/test_tokenizer_variants.py", "tests/stages/device/"),
-    *("tests/stages/backends/", "tests/security/test_poison.py"),
+    "tests/stages/backends/",
 )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 
 from millrace.deploy.cli.machines.addresses import parse_address, parse_source
 from millrace.runtime.processes.auth import AuthError
-from millrace.runtime.processes.transport import SocketTransport
+from millrace.runtime.simulation.run import SimEnv, run
+from millrace.runtime.simulation.transport import SimConnection
 from millrace.stages.errors import ConfigError
-from millrace.stages.machines import engine_peers
 from millrace.stages.machines.connected_hosts import look_at_first
+from millrace.stages.machines.engine_peers import look_at
 from millrace.stages.machines.engine_sources import AddressFile, DnsName, FixedAddress, SourceError, certified_name
 from millrace.stages.machines.membership import Members
 from tests.stages.machines.scripted_engines import (
@@ -150,23 +152,25 @@ def test_what_names_no_engine_is_refused(text: str) -> None:
 
 def test_engines_that_refuse_a_front_are_asked_again_once_a_period() -> None:
     class Stranger:
-        name, num_asked = "a:1", 0
+        name = "a:1"
 
         async def connect(self) -> Any:
-            self.num_asked += 1
+            asked_s.append(asyncio.get_running_loop().time())
             raise AuthError("another key")
 
         def note_stuck(self) -> None:
             raise AssertionError
 
-    async def ask() -> float:
-        named, stranger = Named("a"), Stranger()
-        named.period_s = 0.05
-        members = Members([named], lambda address: stranger)
+    async def live(env: SimEnv) -> None:
+        named = Named("a")
+        named.period_s = 0.5
+        members = Members([named], lambda address: Stranger())
         await members.open()
-        return await seconds_until(lambda: stranger.num_asked > 5, look_at_first(members))
+        await looked_at_for(env, 10.2, look_at_first(members))
 
-    assert asyncio.run(ask()) > 5 * 0.03
+    asked_s: list[float] = []
+    run(live, seed=0)
+    assert pauses(asked_s) == [0.5] * 20
 
 
 @pytest.mark.parametrize("text", ["a..b:7000", "dns:a..b:7000", f"dns:{'a' * 64}.org:7000"])
@@ -175,32 +179,36 @@ def test_what_can_be_no_name_of_a_host_is_refused_before_it_is_looked_up(text: s
         parse_source(text)
 
 
-def test_an_engine_that_closes_each_connection_is_asked_with_longer_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_closes_each_connection_is_asked_with_longer_pauses() -> None:
     class Full:
-        name, num_asked = "a:1", 0
+        name = "a:1"
 
-        async def connect(self) -> SocketTransport:
-            self.num_asked += 1
-            theirs, ours = socket.socketpair()
+        def __init__(self, env: SimEnv) -> None:
+            self._env = env
+
+        async def connect(self) -> Any:
+            asked_s.append(self._env.now())
+            theirs, ours = SimConnection(self._env, delay_s=(0.0, 0.0)).ends
             theirs.close()
-            return SocketTransport(ours)
+            return ours
 
         def note_stuck(self) -> None:
             raise AssertionError
 
-    async def ask() -> float:
-        full = Full()
-        return await seconds_until(lambda: full.num_asked > 5, engine_peers.look_at(full))
+    async def live(env: SimEnv) -> None:
+        await looked_at_for(env, 20.0, look_at(Full(env)))
 
-    monkeypatch.setattr(engine_peers, "FIRST_PAUSE_S", 0.01)
-    assert asyncio.run(ask()) > 0.2, "five pauses, each twice the last one"
+    asked_s: list[float] = []
+    run(live, seed=0)
+    assert pauses(asked_s) == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
 
-async def seconds_until(is_so: Callable[[], bool], look: Coroutine[Any, Any, object]) -> float:
-    """How long it takes, while engines are looked at."""
-    looking, began_s = asyncio.ensure_future(look), asyncio.get_running_loop().time()
-    await until(is_so)
-    took_s = asyncio.get_running_loop().time() - began_s
+async def looked_at_for(env: SimEnv, seconds: float, look: Coroutine[Any, Any, object]) -> None:
+    looking = asyncio.ensure_future(look)
+    await env.sleep(seconds)
     looking.cancel()
     await asyncio.wait([looking])
-    return took_s
+
+
+def pauses(asked_s: list[float]) -> list[float]:
+    return [round(after - before, 2) for before, after in pairwise(asked_s)]

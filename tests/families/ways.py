@@ -150,7 +150,7 @@ def _compare(llm: LLM, way: Way, answers: Sequence[Answer]) -> Outcome:
         SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=0, n=number)
         for count, number in [*((count, way.num_choices) for count in counts), *[(max(counts), 1)] * len(others)]
     ]
-    wait_until_idle(llm)  # after steps of the warm-up that nobody waits for
+    wait_until_idle(llm)  # after steps of the warm-up, whose results are not awaited
     if way.is_aborted and not abort_midway(llm, max(lists, key=len)):
         return Outcome("failed", "the client left after the first token, not in the middle of its prompt")
     if has_few := "num_gpu_blocks" in way.settings:

@@ -49,7 +49,7 @@ def test_a_cached_prefix_wins_while_the_wait_for_it_is_shorter_than_computing_it
     assert best(views({}, {"prompt_s": 1.5 * computing_s}), {1: 3900}) == 0
 
 
-def test_what_another_engine_has_is_computed_again_later_where_that_pushes_others_out_of_a_full_cache():
+def test_a_copy_into_a_full_cache_counts_six_times():
     computing_s, cached_s = prompt_s(COSTS, 4000, 0, 2048), prompt_s(COSTS, 4000, 3900, 2048)
     for free, share in ((0, 3900 / 4000), (2100, 0.5), (4100, 0.0)):
         wait_s = (1 + LOST * share) * computing_s - cached_s

@@ -22,7 +22,8 @@ from millrace.runtime.processes.link import Link
 from millrace.runtime.processes.tcp import TcpListener, dial
 from millrace.runtime.processes.tls import CertificateError, FleetTls, TlsError, TlsFiles
 from millrace.runtime.processes.transport import SocketTransport
-from tests.runtime.processes.test_tcp import CODEC, KEY, OTHER, Core, Note, dialed, refused, stranger
+from tests.runtime.processes.test_dial import dialed
+from tests.runtime.processes.test_tcp import CODEC, KEY, OTHER, Core, Note, refused, stranger
 
 YEARS = datetime.timedelta(days=3650)
 LONG_AGO = datetime.datetime(2001, 1, 1, tzinfo=datetime.UTC)

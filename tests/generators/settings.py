@@ -115,8 +115,8 @@ async def _answer(engine: Engine, asked: Asked) -> list[int]:
 class Engines:
     """Engines of one model, and in what ways blocks were taken from sequences of those with drawn settings."""
 
-    def __init__(self, model: str | None) -> None:
-        self.model = model
+    def __init__(self, model: str | None, always_swaps: bool) -> None:
+        self.model, self.always_swaps = model, always_swaps
         self.num_taken: Counter[str] = Counter()
 
     async def answer_each(self, numbers: dict[str, Any], requests: list[Asked]) -> list[list[int]]:
@@ -128,7 +128,8 @@ class Engines:
     async def answer_all(self, settings: dict[str, Any], requests: list[Asked]) -> list[list[int]]:
         """By one with these settings, at once."""
         async with self._engine(settings) as engine:
-            swap_if_there_is_room(engine)
+            if self.always_swaps:
+                swap_if_there_is_room(engine)
             async with asyncio.timeout(TIMEOUT_S):
                 answers = await asyncio.gather(*(_answer(engine, asked) for asked in requests))
             schedule: Any = engine.pipeline.stages["schedule"]
@@ -140,10 +141,11 @@ class Engines:
         return Engine(model=self.model, device="cpu", max_model_len=LENGTH, **settings)
 
 
-def run(cases: int, seed: int, model: str | None = None) -> Counter[str]:
+def run(cases: int, seed: int, model: str | None = None, always_swaps: bool = False) -> Counter[str]:
     """How often blocks were swapped out, and given up to be computed again. Raises AssertionError for the first case
-    whose answers are not those of requests alone, with what was drawn."""
-    engines = Engines(model)
+    whose answers are not those of requests alone, with what was drawn. With `always_swaps` an engine swaps wherever
+    there is room, whatever it has measured."""
+    engines = Engines(model, always_swaps)
     for number in range(cases):
         case = Case.of(random.Random(seed * 1_000_003 + number))
         told = f"seed {seed}, case {number}, {case.numbers}, {case.settings}"

@@ -16,7 +16,18 @@ from ..gguf.choice import choose, models_of
 from ..gguf.reader import part_names
 from ..gguf.siblings import model_bytes
 from ..similar_models import BUNDLED, similar_model
-from .hub_sizes import SAFETENSORS, brief, check_disk, has_all_weights, hub_errors, sizes_on_hub, weights_below
+from .hub_sizes import (
+    SAFETENSORS,
+    brief,
+    check_disk,
+    check_fetched,
+    has_all_weights,
+    hub_address,
+    hub_errors,
+    missing_weights,
+    sizes_on_hub,
+    weights_below,
+)
 from .remote_folder import fetch
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total; the total grows while files are listed
@@ -53,8 +64,8 @@ def resolve(
     Blocks during a download; `on_progress` is called from its threads. Without `download_dir`, files go to the Hub's
     cache. `check_size` is called before a GGUF file of the Hub is downloaded, `check_weights` before files of
     safetensors, when all others are there; both may raise. With `offline`, or HF_HUB_OFFLINE set, only the cache is
-    searched. Raises DownloadError, whose message names the next step, or
-    CheckpointError for a file.
+    searched; so it is where no connection to the Hub is made, but a part of a model is then an error. A Hub that
+    answers late is waited for. Raises DownloadError, whose message names the next step, or CheckpointError for a file.
     """
     if model is None or (model == BUNDLED and not Path(model).exists()):
         return bundled_model_path()
@@ -79,42 +90,41 @@ def resolve(
     if not HUB_ID.fullmatch(name):
         near = similar_model(model)
         raise DownloadError(f"{model[:200]!r}: no such directory, and not the form of a Hub id (owner/name){near}")
-    download = partial(_snapshot, name, revision, download_dir, token, offline, on_progress)
-    cached = _cached_snapshot(name, revision, download_dir)
-
-    def ask() -> Mapping[str, int]:
-        """The sizes of the files on the Hub. If that cannot be reached, all further files are those of the cache."""
-        nonlocal offline, download
-        try:
-            return sizes_on_hub(name, revision, token)
-        except HubUnreachable as error:
-            offline, download = True, partial(download, unreachable=str(error))
-            return {}
-
-    if folder.endswith(".gguf"):
-        return _stand_in(download(part_names(folder)) / folder)
     sizes: Mapping[str, int] = {}
+    unreachable = ""  # why; then the Hub is not asked again
+    try:
+        sizes = {} if offline else sizes_on_hub(name, revision, token)
+    except HubUnreachable as error:
+        unreachable = str(error)
+    download = partial(_snapshot, name, revision, download_dir, token, offline, on_progress, unreachable=unreachable)
+    cached = _cached_snapshot(name, revision, download_dir)
+    if folder.endswith(".gguf"):
+        root = download(part_names(folder))
+        check_fetched(name, _missing(root, part_names(folder)) if unreachable else [], unreachable)
+        return _stand_in(root / folder)
     if quant is None:
-        if not offline and check_weights is not None and not has_all_weights(cached / folder):
-            sizes = ask()
-            if weights := weights_below(folder, sizes):
-                check_disk(name, weights, cached, _cache(download_dir))
-                check_weights(download(_below(folder, SMALL)) / folder, sum(weights.values()))
+        weights = weights_below(folder, sizes)
+        if weights and check_weights is not None and not has_all_weights(cached / folder):
+            check_disk(name, weights, cached, _cache(download_dir))
+            check_weights(download(_below(folder, SMALL)) / folder, sum(weights.values()))
         root = download(_below(folder, FILES)) / folder
         if any(root.glob(SAFETENSORS)):
+            check_fetched(name, [] if offline else missing_weights(root), unreachable)
             return root
-    if offline:
-        sizes = dict.fromkeys(_cached_names(download(("*.gguf",))), 0)
-    elif not sizes:
-        sizes = ask()
-        if not sizes and quant is not None:  # the Hub does not answer: what the cache has, or why there is nothing
-            sizes = dict.fromkeys(_cached_names(download(("*.gguf",))), 0)
+    is_told = bool(sizes)
+    if not is_told:  # what the cache has, or why there is nothing; NOTE: other patterns might fetch all GGUF files
+        sizes = dict.fromkeys(_cached_names(download(SMALL)), 0)
+    if not is_told and not offline and not any((quant or "").lower() in each.lower() for each in sizes):
+        check_fetched(name, ["its weights" if quant is None else f"a GGUF file {quant}"], unreachable)
     parts = choose(sizes, quant, name)
     if parts is not None:
         if check_size is not None:
             _check_size(check_size, parts, sizes)
         check_disk(name, {part: sizes[part] for part in parts}, cached, _cache(download_dir))
-        return _stand_in(download(parts) / parts[0])
+        parts = parts if is_told else part_names(parts[0])
+        root = download(parts)
+        check_fetched(name, [] if offline else _missing(root, parts), unreachable)
+        return _stand_in(root / parts[0])
     if quant is not None:
         raise DownloadError(f"{name}: holds no GGUF file here, so :{quant} chooses none")
     return root
@@ -216,6 +226,10 @@ def _cached_names(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf") if path.is_file()]
 
 
+def _missing(root: Path, files: Sequence[str]) -> list[str]:
+    return [file for file in files if not (root / file).exists()]
+
+
 def _check_size(check_size: CheckSize, parts: Sequence[str], sizes: Mapping[str, int]) -> None:
     if any(sizes[part] for part in parts):
         all_bytes = model_bytes(sizes)
@@ -257,11 +271,12 @@ def _snapshot(
     *,
     unreachable: str = "",
 ) -> Path:
-    """`unreachable`: why the Hub is not asked again, as it has not answered."""
+    """`unreachable`: why the Hub is not asked again. Of a cache alone, the folder may lack some of the files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     name = model if revision is None else f"{model} at revision {revision}"
+    is_cache_only = offline or bool(unreachable)
     try:
         return Path(
             snapshot_download(
@@ -269,9 +284,9 @@ def _snapshot(
                 revision=revision,
                 cache_dir=download_dir,
                 token=token,
-                allow_patterns=list(patterns),
+                allow_patterns=[] if is_cache_only else list(patterns),
                 ignore_patterns=[f"*{name}" for name in POINTERS],
-                local_files_only=offline or bool(unreachable),
+                local_files_only=is_cache_only,
                 tqdm_class=None if on_progress is None else _reporting_bar(on_progress),
             )
         )
@@ -284,9 +299,9 @@ def _snapshot(
             ) from None
         reason = unreachable or brief(error.__cause__ or error)
         raise DownloadError(
-            f"{name}: no such directory here{near}, not in the cache, and the Hub cannot be reached: {reason}; check "
-            "the name, network and proxy, or give a local directory; without a network set HF_HUB_OFFLINE=1, and the "
-            "Hub is not asked"
+            f"{name}: no such directory here{near}, not in the cache, and the Hub ({hub_address()}) cannot be "
+            f"reached: {reason}; check the name, network and proxy, or give a local directory; without a network set "
+            "HF_HUB_OFFLINE=1, and the Hub is not asked"
         ) from None
     except GatedRepoError:
         raise DownloadError(f"{name}: accept its licence on the Hub, then give a token (HF_TOKEN)") from None

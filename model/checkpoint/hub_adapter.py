@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from ..errors import AdapterError, DownloadError, HubUnreachable
 from .hub import _hub_address, _is_offline, _snapshot
-from .hub_sizes import ANSWER_S, brief
+from .hub_sizes import LIMITS_S, brief, hub_address
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -41,7 +41,12 @@ def resolve_adapter(
         except DownloadError:
             if offline:
                 raise
-            raise HubUnreachable(f"{text}: not in the cache, and the Hub does not answer") from None
+            raise HubUnreachable(f"{text}: not in the cache, and the Hub ({hub_address()}) does not answer") from None
+        missing = [each for each in NAMES[:2] if not (root / each).exists()]
+        if missing and not offline:
+            raise HubUnreachable(
+                f"{text}: the cache lacks {' and '.join(missing)}, and the Hub ({hub_address()}) does not answer"
+            )
     _check_size(text, sum(os.stat(root / each).st_size for each in NAMES if (root / each).exists()), max_bytes)
     return root
 
@@ -59,7 +64,7 @@ def _ask_hub(name: str, revision: str | None) -> ModelInfo | None:
     # with the HTTPError of whichever client the library has
     faults = cast("tuple[type[Exception], ...]", (*HfHubHTTPError.__bases__, OSError))
     try:
-        return HfApi().model_info(name, revision=revision, files_metadata=True, timeout=ANSWER_S)
+        return HfApi().model_info(name, revision=revision, files_metadata=True, timeout=LIMITS_S)
     except GatedRepoError:
         raise DownloadError(f"{name}: accept its licence on the Hub, then give a token (HF_TOKEN)") from None
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:

@@ -220,7 +220,7 @@ def test_a_download_fetches_what_is_needed_and_reports_bytes(name: str, said: st
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"HF_ENDPOINT": "nonsense"}, "Request URL is missing"),
+        ({"HF_ENDPOINT": "nonsense"}, "download failed: Request URL is missing"),
         ({"HF_ENDPOINT": "https://127.0.0.1:9", "HTTPS_PROXY": "ftp://x"}, "Unknown scheme for proxy"),
     ],
     ids=["no address", "proxy"],
@@ -242,6 +242,7 @@ def test_a_hub_without_an_answer_is_told_with_the_model_that_may_be_meant(
     def unreachable(*args: Any, **options: Any) -> Any:
         raise errors.HTTPError("Name or service not known")
 
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     with pytest.raises(DownloadError, match="demoo: download failed: Name or service not known; run again"):
         resolve("demoo", download_dir=tmp_path)

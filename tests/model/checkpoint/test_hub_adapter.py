@@ -27,7 +27,7 @@ class Hub:
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", self.model_info)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
 
-    def model_info(self, name: str, revision: str | None, files_metadata: bool, timeout: float) -> Any:
+    def model_info(self, name: str, revision: str | None, files_metadata: bool, timeout: tuple[float, float]) -> Any:
         if not self.is_there:
             raise OSError("no route")
         files = [SimpleNamespace(rfilename=name, size=size) for name, size in SIZES.items()]
@@ -60,6 +60,9 @@ def test_only_an_adapters_own_files_are_downloaded_and_no_large_ones(hub: Hub) -
 def test_without_the_hub_the_cache_serves_and_else_the_error_passes(hub: Hub) -> None:
     hub.is_there = False
     assert resolve_adapter("me/two") == hub.root and hub.asked[-1]["local_files_only"]
+    (hub.root / NAMES[1]).unlink()
+    with pytest.raises(HubUnreachable, match=r"me/two: the cache lacks adapter_model\.safetensors, and the Hub \(http"):
+        resolve_adapter("me/two")
     hub.is_cached = False
     with pytest.raises(HubUnreachable, match="me/two: not in the cache"):
         resolve_adapter("me/two")

@@ -177,7 +177,7 @@ def test_safetensors_of_the_hub_are_refused_before_they_are_downloaded(
 def snapshot_of(root: Path, config: dict[str, Any] | None = None) -> Any:
     """A download that gets config.json alone, and fails for more."""
 
-    def snapshot(*arguments: Any) -> Path:
+    def snapshot(*arguments: Any, unreachable: str = "") -> Path:
         offline, patterns = arguments[4], arguments[-1]
         if offline:
             raise DownloadError("not in the cache")

@@ -3,6 +3,6 @@
 Owns: nothing.
 In: bodies as plain data, and the engine's output.
 Out: requests to the engine, whole answers and chunks of streams.
-Imports: the root of `deploy`, `http`, the files of `api`, `api/schema`.
+Imports: the root of `deploy`, `http`, `metrics`, the files of `api`, `api/schema`.
 Start with: `generation.py`; `api_routes.py` says what a folder of routes offers.
 """

@@ -24,7 +24,7 @@ class EngineLoad:
     max_rows: int  # sequences that may run at once
     token_budget: int  # of a step
     costs: StepTimeCosts
-    free_tokens: int = 0  # of the capacity, what nobody uses and what holds nothing that the prefix cache could find
+    free_tokens: int = 0  # of the capacity, what no sequence uses and holds nothing that the prefix cache could find
 
 
 class _SentRequest(NamedTuple):
